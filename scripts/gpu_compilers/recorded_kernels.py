@@ -209,7 +209,7 @@ def _prefill(model: LoadedModel, selection: Selection) -> list[Program]:
 
 def _decode(model: LoadedModel, selection: Selection) -> list[Program]:
     programs = _generation(model, selection)
-    return [programs.decode.program, programs.head, programs.kept]
+    return [programs.decode.program, programs.head, programs.shared]
 
 
 def _teacher(model: LoadedModel, selection: Selection) -> list[Program]:

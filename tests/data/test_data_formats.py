@@ -31,7 +31,7 @@ from wgpu_lora.data.row_files import file_source
 from wgpu_lora.data.tokenized_data import Cut
 from wgpu_lora.errors import UserError
 from wgpu_lora.tokenizer import conversation_rows
-from wgpu_lora.tokenizer.chat_template import GIVEN
+from wgpu_lora.tokenizer.chat_template import STANDARD_VARIABLES
 from wgpu_lora.tokenizer.examples import Alpaca, Completion, Conversation, Text, Tokens
 
 CALL: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -291,7 +291,7 @@ def test_a_row_may_name_what_it_likes(tmp_path: Path, name: str) -> None:
         assert text == "Hix"
 
 
-@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("name", STANDARD_VARIABLES)
 def test_a_row_may_not_name_what_comes_from_itself(tmp_path: Path, name: str) -> None:
     row = {"messages": chat("Hi", "Hello"), "chat_template_kwargs": {name: 1}}
     with pytest.raises(UserError, match=f"line 2: chat_template_kwargs must not set {name}"):

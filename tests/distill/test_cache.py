@@ -67,7 +67,7 @@ def test_a_cache_has_what_the_teacher_says(teacher, data, tmp_path):
     cache = teacher_cache(teacher, data, tmp_path / "cache", **OPTIONS)
     rows = prepared(teacher, data)
     cache.check(rows, teacher.tokenizer)
-    assert (cache.kept, cache.random, cache.tokens, cache.vocab_size, cache.length) == (4, 3, 7, SIZE, 9)
+    assert (cache.top_k, cache.random, cache.tokens, cache.vocab_size, cache.length) == (4, 3, 7, SIZE, 9)
     assert len(cache.header.shards) > 1
     for row in rows.rows:
         found, logits = cache.support(row.index), logits_of(teacher, row)

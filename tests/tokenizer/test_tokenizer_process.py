@@ -203,7 +203,7 @@ def _frozen_date(monkeypatch):
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_renders_as_transformers_does(name, case):
     given, golden = dict(GOLDEN["conversations"][case]), GOLDEN["rendered"][name][case]
-    given["variables"] = NAMED | {key: given.pop(key) for key in given.keys() - set(chat_template.GIVEN)}
+    given["variables"] = NAMED | {key: given.pop(key) for key in given.keys() - set(chat_template.STANDARD_VARIABLES)}
     if golden is None:
         with pytest.raises(UserError, match="chat template"):
             chat_template.render(template_source(name), **given)

@@ -26,8 +26,8 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.data_parallel import gradient_messages, remote_worker
 from wgpu_lora.train.data_parallel.leader import (
-    KEPT,
     SETTLING,
+    SHARE_STEPS,
     DataParallelLeader,
     LoadBalance,
     check_shared,
@@ -277,14 +277,14 @@ def test_shares_follow_speeds_and_are_kept() -> None:
         assert found.of([0, 1]) == [0.5, 0.5]
     kept = found.of([0, 1])
     assert kept == pytest.approx([0.75, 0.25])
-    for _ in range(KEPT - 1):
+    for _ in range(SHARE_STEPS - 1):
         found.took(0, 100, 10.0)
         assert found.of([0, 1]) == kept
     idle = 2 * 100 / 3.0  # it counts as twice as fast as it was
     assert found.of([0, 1]) == pytest.approx([10 / (10 + idle), idle / (10 + idle)])
     assert found.of([0, 1, 2])[2] == pytest.approx(1 / 3)  # a new one as the mean
-    assert found.patience(0, 100, own=1.0) > 40
-    assert found.patience(2, 100, own=1.0) == 40
+    assert found.patience(0, 100, leader_seconds=1.0) > 40
+    assert found.patience(2, 100, leader_seconds=1.0) == 40
 
 
 class ManualLink:

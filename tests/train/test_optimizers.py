@@ -81,7 +81,7 @@ class Momentum:
     """p -= lr m with m = beta m + g. It also counts each block's updates: a state of one integer per block."""
 
     state: ClassVar[tuple[State, ...]] = (State("momentum"), State("updates", "u32", 1))
-    kept: ClassVar[Any] = PlainState
+    state_class: ClassVar[Any] = PlainState
     Hyper: ClassVar[type] = Hyper
     kernels: ClassVar[list[Kernel]] = []
 

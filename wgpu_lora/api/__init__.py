@@ -49,11 +49,11 @@ def listing(options: type, types: type, leave_out: Collection[str] = ()) -> Call
         parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         parameters = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p for p in parameters]
         listed = [f for f in fields(options) if f.name not in leave_out]
-        named = [
+        keywords = [
             inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
             for f in listed
         ]
-        function.__signature__ = signature.replace(parameters=[*parameters, *named])  # type: ignore[attr-defined]
+        function.__signature__ = signature.replace(parameters=[*parameters, *keywords])  # type: ignore[attr-defined]
         lines = [f"        {f.name} ({f.type}, default {f.default!r}): {_sentence(f.metadata['help'])}" for f in listed]
         before, heading, after = _parted(inspect.cleandoc(function.__doc__ or ""))
         text = "\n".join(line[4:] for line in lines)
@@ -82,8 +82,8 @@ __all__ = [
     "quantize", "teacher_cache",
 ]  # fmt: skip
 
-for _asking in (answer, compare, generate):
-    listing(GenerationOptions, AnswerOptions)(_asking)
+for _function in (answer, compare, generate):
+    listing(GenerationOptions, AnswerOptions)(_function)
 
 
 def load(model: str | Path = "demo", *, device: str | int | None = None, base_dtype: str = DEFAULT_FORMAT) -> Model:
@@ -130,18 +130,20 @@ def finetune(
         raise UserError("finetune() was given two models: pass one of them.")
     model = also if model is None else model
     values, rows = split_python_rows(values)
-    given = {name: path_as_text(value, name, "finetune()") for name, value in values.items()}
+    explicit = {name: path_as_text(value, name, "finetune()") for name, value in values.items()}
     loaded = model if isinstance(model, LoadedModel) else None
     if loaded:
         for name, fixed in (("model", loaded.name), ("base_dtype", loaded.decoder.base_dtype)):
-            if given.setdefault(name, fixed) != fixed:
-                raise UserError(f"The model was loaded with {name} {fixed!r}: load another one with {given[name]!r}.")
+            if explicit.setdefault(name, fixed) != fixed:
+                raise UserError(
+                    f"The model was loaded with {name} {fixed!r}: load another one with {explicit[name]!r}."
+                )
     elif model is not None:
-        given["model"] = path_as_text(str(model), "model", "finetune()")
+        explicit["model"] = path_as_text(str(model), "model", "finetune()")
     resolved = _resolved_arguments(
-        given, args, None if recipe is None else str(path_as_text(recipe, "recipe", "finetune()"))
+        explicit, args, None if recipe is None else str(path_as_text(recipe, "recipe", "finetune()"))
     )
-    for text in unused_options(given, resolved):
+    for text in unused_options(explicit, resolved):
         warnings.warn(text, stacklevel=2)
     job = prepare_job(resolved, loaded, rows=rows)
     with Bars(progress_bar) as bars:
@@ -149,16 +151,16 @@ def finetune(
 
 
 def _resolved_arguments(
-    given: Mapping[str, Any], args: TrainingArguments | None, recipe: str | None
+    explicit: Mapping[str, Any], args: TrainingArguments | None, recipe: str | None
 ) -> TrainingArguments:
     """Options given by name, over `args`, a recipe, or the run that is resumed."""
     if args is None:
-        return resolve_options(given, recipe, "finetune()")[0]
+        return resolve_options(explicit, recipe, "finetune()")[0]
     if not isinstance(args, TrainingArguments):
         raise UserError(f"finetune(): args must be TrainingArguments, not {args!r:.60}; rows are given as data=...")
     if recipe:
         raise UserError("finetune() was given args and a recipe: pass one of them.")
-    whole = from_values(given, "finetune()", args)
+    whole = from_values(explicit, "finetune()", args)
     if not whole.resume:
         return whole
     usual = TrainingArguments().as_dict()

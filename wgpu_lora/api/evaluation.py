@@ -137,7 +137,7 @@ def evaluate_several(
     slots = slots_of(adapters, include_base)
     directories = list(adapters.values())
     data = data if isinstance(data, str | Path) else list(data)
-    given = _row_options(max_length, on_overflow, completion_only_loss, enable_thinking)
+    row_options = _row_options(max_length, on_overflow, completion_only_loss, enable_thinking)
     names = {BASE: None, **adapters} if include_base else adapters
     whom = _teacher(teacher, teacher_adapter, teacher_cache)
     chosen = {
@@ -153,7 +153,7 @@ def evaluate_several(
                     opened,
                     _source(data, split, dataset_config),
                     path,
-                    given,
+                    row_options,
                     skip_bad_rows,
                     chosen[name] if path is not None or objective else usual,
                     receivers,
@@ -162,7 +162,7 @@ def evaluate_several(
                 for name, path in names.items()
             }
     source = _source(data, split, dataset_config)
-    opened, prepared = _heldout(model, source, directories, given, skip_bad_rows)
+    opened, prepared = _heldout(model, source, directories, row_options, skip_bad_rows)
     with remarks(goal, notes, run_log):
         return _measured(opened, prepared, directories, slots, receivers, progress_bar)
 
@@ -198,8 +198,8 @@ def _measured(
     return {name: replace(one, data=prepared.summary()) for name, one in result.items()}
 
 
-def _teacher(*given: str | Path | None) -> dict[str, str]:
-    return {name: str(value) for name, value in zip(TEACHER, given, strict=True) if value is not None}
+def _teacher(*values: str | Path | None) -> dict[str, str]:
+    return {name: str(value) for name, value in zip(TEACHER, values, strict=True) if value is not None}
 
 
 def _objective(
@@ -217,14 +217,14 @@ def _objective_loss(
     model: LoadedModel,
     source: Source,
     adapter: str | Path | None,
-    given: Mapping[str, Any],
+    row_options: Mapping[str, Any],
     skip_bad_rows: bool,
     chosen: Mapping[str, Any],
     receivers: Sequence[Events],
     progress_bar: bool | None,
 ) -> Evaluation:
     """The loss and the metrics of an objective other than sft."""
-    rows = evaluation_rows(given, [] if adapter is None else [adapter], model.config.max_position_embeddings)
+    rows = evaluation_rows(row_options, [] if adapter is None else [adapter], model.config.max_position_embeddings)
     encoding = {name: getattr(rows, name) for name in ("max_length", "on_overflow", "enable_thinking", "template_date")}
     options = {**chosen, **encoding, "skip_bad_rows": skip_bad_rows, "init_adapter": adapter and str(adapter)}
     args = from_values(options, "evaluate")
@@ -261,27 +261,27 @@ def _source(data: str | Path | Iterable[Mapping[str, Any]], split: str | None, c
 def _row_options(
     max_length: int | None, on_overflow: str | None, completion_only_loss: bool | None, enable_thinking: bool | None
 ) -> dict[str, Any]:
-    """The given row options, checked before a model is opened."""
-    given = {
+    """The row options of a call, checked before a model is opened."""
+    row_options = {
         "max_length": max_length,
         "on_overflow": on_overflow,
         "completion_only_loss": completion_only_loss,
         "enable_thinking": enable_thinking,
     }
-    check_rows(given)
-    return given
+    check_rows(row_options)
+    return row_options
 
 
 def _heldout(
     model: LoadedModel | str | Path,
     source: Source,
     adapters: Sequence[str | Path],
-    given: Mapping[str, Any],
+    row_options: Mapping[str, Any],
     skip_bad_rows: bool,
 ) -> tuple[LoadedModel, TokenizedData]:
     """The opened model, and the rows to evaluate."""
     opened = model if isinstance(model, LoadedModel) else open_model(str(model))
-    rows = evaluation_rows(given, adapters, opened.config.max_position_embeddings)
+    rows = evaluation_rows(row_options, adapters, opened.config.max_position_embeddings)
     prepared = tokenize_source(
         source,
         opened.tokenizer,

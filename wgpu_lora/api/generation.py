@@ -83,18 +83,18 @@ def generate(
     if adapter is not None:
         check_directory(adapter)
     prompt = _listed(prompt)
-    several = isinstance(prompt, Sequence) and not isinstance(prompt, str) and not _is_conversation(prompt)
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str) and not _is_conversation(prompt)
     if not stream:
         result = answer(
             model,
-            prompt if several else [prompt],
+            prompt if is_list else [prompt],
             adapter=adapter,
             batch=batch,
             progress_bar=progress_bar,
             **options,
         )
-        return [one.text for one in result] if several else result[0].text
-    if several:
+        return [one.text for one in result] if is_list else result[0].text
+    if is_list:
         raise UserError("stream=True works with a single prompt only: pass one, or leave stream out.")
     check_prompt(prompt)
     opened = _opened(model)

@@ -28,8 +28,8 @@ def adapter_task(values: Any, where: str, shared: Mapping[str, Source]) -> Adapt
     if not isinstance(values, Mapping):
         raise UserError(f"{where} is {kind_of(values)}, but must be a dict with 'data' and 'checkpoint'.")
     plain, rows = split_python_rows(values)
-    own = {name: source for name, source in shared.items() if name not in values}
-    return replace(task_of(plain, where), rows={**own, **rows})
+    defaults = {name: source for name, source in shared.items() if name not in values}
+    return replace(task_of(plain, where), rows={**defaults, **rows})
 
 
 class MultiAdapterPipeline:
@@ -69,14 +69,14 @@ class MultiAdapterPipeline:
                 f"The adapters must be a list of dicts with 'data' and 'checkpoint', not {adapters!r:.100}."
             )
         tasks = [adapter_task(task, f"Adapter {number}", shared) for number, task in enumerate(adapters, 1)]
-        given = {name: path_as_text(value, name, "MultiAdapterPipeline()") for name, value in options.items()}
+        explicit = {name: path_as_text(value, name, "MultiAdapterPipeline()") for name, value in options.items()}
         opened = model if isinstance(model, LoadedModel) else None
         if opened:
-            given |= {"model": opened.name, "base_dtype": opened.decoder.base_dtype}
+            explicit |= {"model": opened.name, "base_dtype": opened.decoder.base_dtype}
         elif model is not None:
-            given["model"] = path_as_text(str(model), "model", "MultiAdapterPipeline()")
+            explicit["model"] = path_as_text(str(model), "model", "MultiAdapterPipeline()")
         first = tasks[0].checkpoint if tasks else None
-        args, _ = resolve_options(given, None, "MultiAdapterPipeline()", demo=False, beside=first)
+        args, _ = resolve_options(explicit, None, "MultiAdapterPipeline()", demo=False, beside=first)
         self.job = prepare_pipeline(args, tasks, schedule, batch_tokens, opened)
 
     def memory(self) -> MemoryPlan:

@@ -23,7 +23,7 @@ from wgpu_lora.train.objectives import formats_of, objective_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.adapter_init import frozen_adapter
 
-Told = Callable[[CachePlan, int], None]
+PlanCallback = Callable[[CachePlan, int], None]
 
 
 def teacher_cache(
@@ -46,7 +46,7 @@ def teacher_cache(
     enable_thinking: bool | None = None,
     batch_tokens: int = 1024,
     compute_dtype: str = "f32",
-    planned: Told | None = None,
+    planned: PlanCallback | None = None,
     events: Events | None = None,
     progress_bar: bool | None = None,
 ) -> TeacherCache:
@@ -71,8 +71,8 @@ def teacher_cache(
             options, one of its files was changed, or the disk or the device has no room.
     """
     check_values(top_k, random, length, samples, seed, logits_dtype, on_overflow, batch_tokens, compute_dtype)
-    given = str(data) if isinstance(data, str | Path) else None
-    if given is None and (split or dataset_config):
+    path = str(data) if isinstance(data, str | Path) else None
+    if path is None and (split or dataset_config):
         raise UserError(f"{flag('split')} and {flag('dataset_config')} apply to a dataset or a folder, not to rows.")
     if adapter is not None:
         check_directory(adapter)
@@ -92,8 +92,8 @@ def teacher_cache(
         date = (read_header(output).template_date if (output / CACHE).is_file() else None) or now()
     template = template_kwargs(enable_thinking, date)
     source = (
-        training_data(given, None, split=split, eval_split=None, dataset_config=dataset_config)[0]
-        if given is not None
+        training_data(path, None, split=split, eval_split=None, dataset_config=dataset_config)[0]
+        if path is not None
         else python_source(list(data))  # type: ignore[arg-type]
     )
     with naming(with_renamed_options({"max_length": "length"})):
@@ -126,16 +126,16 @@ def teacher_cache(
             "skip_bad_rows": skip_bad_rows,
         },
     )
-    done = finished_shards(output, plan)
+    shards = finished_shards(output, plan)
     if planned:
-        planned(plan, sum(shard.rows for shard in done))
+        planned(plan, sum(shard.rows for shard in shards))
     with (
         Bars(progress_bar) as bars,
         adapters_on_device(opened, [] if adapter is None else [adapter]) as adapters,
         with_option_advice("batch_tokens", "top_k", "random"),
     ):
         forwarder = EventForwarder(bars, *([events] if events else []))
-        write_cache(output, plan, done, opened, adapters, compute_dtype, forwarder)
+        write_cache(output, plan, shards, opened, adapters, compute_dtype, forwarder)
     return TeacherCache.open(output)
 
 
@@ -161,6 +161,6 @@ def check_values(
         "on_overflow": (on_overflow, OVERFLOW),
         "compute_dtype": (compute_dtype, COMPUTE_DTYPES),
     }
-    for name, (given, allowed) in names.items():
-        if given not in allowed:
-            raise UserError(f"{flag(name)} must be one of {', '.join(allowed)}, not {given!r:.100}.")
+    for name, (choice, allowed) in names.items():
+        if choice not in allowed:
+            raise UserError(f"{flag(name)} must be one of {', '.join(allowed)}, not {choice!r:.100}.")

@@ -68,15 +68,15 @@ class _Bounded(io.RawIOBase):
 
     def __init__(self, inner: gzip.GzipFile, size: int, path: Path) -> None:
         self._inner, self._path = inner, path
-        self._left = max(MIN_GROWN, MAX_GROWTH * size)
+        self._remaining_bytes = max(MIN_GROWN, MAX_GROWTH * size)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         count = self._inner.readinto(buffer)
-        self._left -= count
-        if self._left < 0:
+        self._remaining_bytes -= count
+        if self._remaining_bytes < 0:
             raise UserError(
                 f"{self._path} expands to more than {MAX_GROWTH} times its size; if that is right, decompress it first."
             )

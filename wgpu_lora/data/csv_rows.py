@@ -50,7 +50,7 @@ def _records(file: IO[bytes], path: Path, formats: RowFormats[Any]) -> Iterator[
     reader = csv.reader(lines, delimiter=_delimiter(lines, formats), strict=True)
     blank = 0
     while True:
-        begin, lines.held = lines.skipped + reader.line_num + 1, 0
+        begin, lines.record_length = lines.skipped + reader.line_num + 1, 0
         try:
             cells = next(reader)
         except StopIteration:
@@ -83,15 +83,15 @@ class _Lines:
         self.skipped = int(_SEPARATOR.fullmatch(self.first) is not None)
         if self.skipped:
             self.first = self._read()
-        self._waiting, self.held, self.last = [self.first], 0, ""
+        self._waiting, self.record_length, self.last = [self.first], 0, ""
 
     def __iter__(self) -> _Lines:
         return self
 
     def __next__(self) -> str:
         self.last = self._waiting.pop() if self._waiting else self._read()
-        self.held += len(self.last)
-        if self.held > MAX_LINE:
+        self.record_length += len(self.last)
+        if self.record_length > MAX_LINE:
             raise csv.Error("larger than a row may be")
         if not self.last:
             raise StopIteration

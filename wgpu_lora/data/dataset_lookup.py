@@ -67,7 +67,7 @@ def training_data(
     split: str | None = None,
     eval_split: str | None = None,
     dataset_config: str | None = None,
-    given: Mapping[str, Source] | None = None,
+    sources: Mapping[str, Source] | None = None,
 ) -> tuple[Source, Source | None]:
     """The sources of training and held-out data; the latter by `eval_data` or `eval_split`, else beside the former.
 
@@ -76,33 +76,33 @@ def training_data(
     Args:
         split: of a dataset or a folder; if given, held-out data must be given too.
         dataset_config: configuration of a dataset of the hub.
-        given: rows from Python, by 'data' and 'eval_data', which are not looked up then.
+        sources: rows from Python, by 'data' and 'eval_data'; they replace the lookup.
 
     Raises:
         UserError: the data do not exist.
     """
-    given = given or {}
-    heldout = given.get("eval_data")
+    sources = sources or {}
+    heldout = sources.get("eval_data")
     if heldout is None and (eval_data or eval_split):
-        if not eval_data and "data" in given:
+        if not eval_data and "data" in sources:
             raise UserError(f"{flag('eval_split')} needs a dataset or a folder: give it as {flag('eval_data')}.")
         heldout = heldout_data(eval_data or data, eval_split, dataset_config, "eval_split", "eval_data")
-    if "data" in given:
+    if "data" in sources:
         if split:
             raise UserError(f"{flag('split')} needs a dataset or a folder, not rows from Python: leave it out.")
-        return given["data"], heldout
-    named = _named(str(data), split, dataset_config)
+        return sources["data"], heldout
+    splits = _lookup(str(data), split, dataset_config)
     if split:
-        return named.take_split(split), heldout
-    source = named.take(named.first(TRAIN) or named.only() or _missing_split_error(named, "train", "split"))
-    valid = named.first(VALID)
+        return splits.take_split(split), heldout
+    source = splits.take(splits.first(TRAIN) or splits.only() or _missing_split_error(splits, "train", "split"))
+    valid = splits.first(VALID)
     if heldout is None and valid is not None:
-        heldout = named.take(valid)
-    unused = named.unused()
-    if unused and not (eval_data or eval_split or "eval_data" in given):
+        heldout = splits.take(valid)
+    unused = splits.unused()
+    if unused and not (eval_data or eval_split or "eval_data" in sources):
         verb = "is" if len(unused) == 1 else "are"
-        named_by = "eval_data" if isinstance(source, FileSource) else "eval_split"
-        note = f"{join_words(unused)} beside {source.name} {verb} not used; use {flag(named_by)} for held-out rows"
+        option = "eval_data" if isinstance(source, FileSource) else "eval_split"
+        note = f"{join_words(unused)} beside {source.name} {verb} not used; use {flag(option)} for held-out rows"
         source = replace(source, notes=(*source.notes, note))
     return source, heldout
 
@@ -122,15 +122,15 @@ def heldout_data(
     Raises:
         UserError: the data do not exist.
     """
-    named = _named(str(data), split, dataset_config, option, argument)
+    splits = _lookup(str(data), split, dataset_config, option, argument)
     if split:
-        return named.take_split(split)
-    return named.take(
-        named.first((*VALID, *TEST, *TRAIN)) or named.only() or _missing_split_error(named, "valid", option)
+        return splits.take_split(split)
+    return splits.take(
+        splits.first((*VALID, *TEST, *TRAIN)) or splits.only() or _missing_split_error(splits, "valid", option)
     )
 
 
-def _named(
+def _lookup(
     data: str, split: str | None, config: str | None, option: str = "split", argument: str = "data"
 ) -> DatasetSplits:
     try:
@@ -146,10 +146,10 @@ def _find_splits(data: str, split: str | None, config: str | None, option: str, 
     if path.is_file() or (path.exists() and not path.is_dir()):
         if split:
             raise UserError(f"{flag(option)} needs a dataset or a folder, but {data} is a file: leave it out.")
-        named = DatasetSplits(data, {"train": path})
+        single = DatasetSplits(data, {"train": path})
         if _stem(path) in TRAIN:
-            named.also = [other.name for other in _files(path.parent) if other != path and _stem(other) not in TRAIN]
-        return named
+            single.also = [other.name for other in _files(path.parent) if other != path and _stem(other) not in TRAIN]
+        return single
     if path.is_dir():
         if is_saved(path):
             return DatasetSplits(data, {**load_splits(data, split, config)})
@@ -180,13 +180,13 @@ def _stem(path: Path) -> str:
     return bare.stem.lower() if bare.suffix.lower() in SUFFIXES else ""
 
 
-def _missing_split_error(named: DatasetSplits, what: str, option: str) -> NoReturn:
-    if not named.folder:
-        there = join_words([*named.splits], most=_SHOWN)
-        raise UserError(f"{named.data} has no split {what!r}, only {there}: choose one with {flag(option)}.")
-    names = [path.name for path in sorted(Path(named.data).iterdir()) if bare_name(path).suffix.lower() in SUFFIXES]
+def _missing_split_error(splits: DatasetSplits, split: str, option: str) -> NoReturn:
+    if not splits.folder:
+        there = join_words([*splits.splits], most=_SHOWN)
+        raise UserError(f"{splits.data} has no split {split!r}, only {there}: choose one with {flag(option)}.")
+    names = [path.name for path in sorted(Path(splits.data).iterdir()) if bare_name(path).suffix.lower() in SUFFIXES]
     there = f"it holds {join_words(names, most=_SHOWN)}" if names else "it holds no data"
     raise UserError(
-        f"The folder {named.data} has no {what}.jsonl (or {', '.join(SUFFIXES[2:])}), and {there}: name the file "
+        f"The folder {splits.data} has no {split}.jsonl (or {', '.join(SUFFIXES[2:])}), and {there}: name the file "
         "itself, or rename it."
     )

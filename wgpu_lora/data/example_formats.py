@@ -30,14 +30,14 @@ CHAT_COLUMNS = {"tools": TOOLS, "functions": FUNCTIONS, "chat_template_kwargs": 
 
 
 def answer_to(row: Fields, prompt: str, answer: str) -> Completion | Conversation:
-    """The example whose column `answer` continues its column `prompt` and alone is trained on.
+    """The example whose column `answer` continues its column `prompt`; only the answer is trained on.
 
     Both columns are TEXT_OR_MESSAGES; the format has CHAT_COLUMNS, too.
 
     Raises:
         UserError: one is text and the other messages, or a field is wrong.
     """
-    question, answered = row.given.get(prompt), row.given.get(answer)
+    question, answered = row.columns.get(prompt), row.columns.get(answer)
     if not any(isinstance(question, kind) and isinstance(answered, kind) for kind in (str, list)):
         raise UserError(
             f"'{prompt}' is {kind_of(question)} and '{answer}' {kind_of(answered)}, "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data.parquet import BATCH, known_columns, rows_of
+from wgpu_lora.data.parquet import BATCH, columns_to_read, rows_of
 from wgpu_lora.data.row_files import SUFFIXES
 from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import NoRowsError, RowPlace, Rows
@@ -46,7 +46,7 @@ class HubSource:
         return self.path
 
     def rows(self, formats: RowFormats[Any]) -> Rows:
-        names = known_columns(self.table.column_names, self.path, formats)
+        names = columns_to_read(self.table.column_names, self.path, formats)
         if not self.table.num_rows:
             raise NoRowsError(f"{self.path} is empty; at least one row is needed.")
         # In Arrow format, so that unused columns are not decoded.

@@ -32,7 +32,7 @@ def read_lines(path: Path, formats: RowFormats[Any]) -> Rows:
     first = True
     with opened(path) as file:
         for place, line, row in parsed(_lines(file)):
-            if first and isinstance(row, BadRow) and (wrong := _of_several_lines(path, line, formats)):
+            if first and isinstance(row, BadRow) and (wrong := _multiline_advice(path, line, formats)):
                 raise UserError(f"{path} {wrong}.")
             first = False
             yield place, row
@@ -108,7 +108,7 @@ def describe(error: json.JSONDecodeError) -> str:
     return f"{text[:1].lower()}{text[1:]} at character {error.pos + 1}"
 
 
-def _of_several_lines(path: Path, line: bytes, formats: RowFormats[Any]) -> str | None:
+def _multiline_advice(path: Path, line: bytes, formats: RowFormats[Any]) -> str | None:
     """Advice for a file with JSON objects over several lines; None for other files."""
     if not line.lstrip().startswith(b"{"):
         return None

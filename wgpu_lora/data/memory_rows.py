@@ -22,7 +22,7 @@ _MAX_DEPTH = 100
 class PythonRows:
     """Rows from Python. argument: name of the caller's argument."""
 
-    given: Iterable[Any]
+    items: Iterable[Any]
     argument: str = "data"
     notes: tuple[str, ...] = ()
     _count: int | None = field(default=None, init=False)
@@ -45,10 +45,10 @@ class PythonRows:
 
     def rows(self, formats: RowFormats[Any]) -> Rows:
         count = 0
-        for count, row in enumerate(self.given, start=1):
-            yield RowPlace("row", count), _checked(row, hasattr(self.given, "column_names"))
+        for count, row in enumerate(self.items, start=1):
+            yield RowPlace("row", count), _checked(row, hasattr(self.items, "column_names"))
         if not count:
-            again = "; an iterator can be read only once" if iter(self.given) is self.given else ""
+            again = "; an iterator can be read only once" if iter(self.items) is self.items else ""
             raise UserError(f"'{self.argument}' has no rows{again}: give at least one dict.")
         self._count = count
 

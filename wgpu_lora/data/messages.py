@@ -62,28 +62,28 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     calls = _calls(fields, where)
     if turn and name in _CALLS:
         wrong = f"{where} is from {name!r}, but its value is not the JSON of a call with 'name' and 'arguments'."
-        stated = _parsed(content, wrong)
-        stated = stated if isinstance(stated, list) else [stated]
-        if not stated or not all(isinstance(call, dict) and _name_of(call) for call in stated):
+        values = _parsed(content, wrong)
+        values = values if isinstance(values, list) else [values]
+        if not values or not all(isinstance(call, dict) and _name_of(call) for call in values):
             raise UserError(wrong)
-        calls, content = [*calls, *(_parsed_call(c) if "function" in c else _function_call(c) for c in stated)], None
+        calls, content = [*calls, *(_parsed_call(c) if "function" in c else _function_call(c) for c in values)], None
     checked = {**fields, "role": role, "content": _content(content, where, may_be_null=bool(calls))}
     checked |= {"tool_calls": calls} if calls else {}
     return checked if weight is None else {**checked, "weight": weight}
 
 
-def _role(given: Any, roles: dict[str, str], where: str, turn: bool) -> str:
-    if isinstance(given, str) and given in roles:
-        return roles[given]
-    if given is None:
+def _role(name: Any, roles: dict[str, str], where: str, turn: bool) -> str:
+    if isinstance(name, str) and name in roles:
+        return roles[name]
+    if name is None:
         raise UserError(f"{where} has no role; give it one of {', '.join(roles)}.")
-    low = given.lower().strip() if isinstance(given, str) else ""
-    meant = OTHER_ROLES.get(low) or (low if low in roles else None)
-    if turn and meant:
-        meant = {"user": "human", "assistant": "gpt"}.get(meant, meant)
-    hint = f"; write {meant!r}" if meant else ""
-    what = "is from" if turn else "has the role"
-    raise UserError(f"{where} {what} {given!r:.80}, but the roles are {', '.join(roles)}{hint}.")
+    low = name.lower().strip() if isinstance(name, str) else ""
+    suggestion = OTHER_ROLES.get(low) or (low if low in roles else None)
+    if turn and suggestion:
+        suggestion = {"user": "human", "assistant": "gpt"}.get(suggestion, suggestion)
+    hint = f"; write {suggestion!r}" if suggestion else ""
+    verb = "is from" if turn else "has the role"
+    raise UserError(f"{where} {verb} {name!r:.80}, but the roles are {', '.join(roles)}{hint}.")
 
 
 def _weight(fields: dict[str, Any], where: str) -> int | None:

@@ -36,7 +36,7 @@ def read_parquet(path: Path, formats: RowFormats[Any]) -> Rows:
             # Texts stay in their dictionaries until their size is known: a few kilobytes may decode to gigabytes.
             texts = sorted({chunk.path_in_schema for chunk in chunks if chunk.physical_type == "BYTE_ARRAY"})
             file = parquet.ParquetFile(source, read_dictionary=texts)
-            names = known_columns(file.schema_arrow.names, str(path), formats)
+            names = columns_to_read(file.schema_arrow.names, str(path), formats)
             yield from rows_of(file.iter_batches(BATCH, columns=names), decoded=True)
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
             raise UserError(f"{path} cannot be read as Parquet ({_first_line(error)}): write it again.") from error
@@ -58,7 +58,7 @@ def _checked_chunks(path: Path, metadata: Any) -> list[Any]:
     return chunks
 
 
-def known_columns(names: list[str], where: str, formats: RowFormats[Any]) -> list[str]:
+def columns_to_read(names: list[str], where: str, formats: RowFormats[Any]) -> list[str]:
     """The columns of a table to read. Raises UserError if they fit no format or are not unique."""
     try:
         formats.check_columns(names)

@@ -31,7 +31,7 @@ _UNTRAINED = -100
 
 def _pair(row: Fields) -> Sample:
     """The sample of a row with a prompt."""
-    prompt, chosen, rejected = (row.given.get(name) for name in ("prompt", "chosen", "rejected"))
+    prompt, chosen, rejected = (row.columns.get(name) for name in ("prompt", "chosen", "rejected"))
     if isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list):
         raise UserError(
             "'prompt' is a string, but 'chosen' and 'rejected' are lists of messages; give it as a list of messages, "
@@ -60,7 +60,7 @@ def _implicit(row: Fields) -> Sample:
     if not shared:
         raise UserError("'chosen' and 'rejected' do not begin alike, so there is no prompt; give it as 'prompt'.")
     if isinstance(chosen, str):
-        if advice := renaming([*row.given], [["prompt", "chosen", "rejected"]]):
+        if advice := renaming([*row.columns], [["prompt", "chosen", "rejected"]]):
             raise UserError(f"the row has no 'prompt'; {advice}.")
         pair: tuple[Completion | Conversation, ...] = tuple(
             Completion(text[:shared], text[shared:]) for text in (chosen, rejected)

@@ -18,7 +18,7 @@ from wgpu_lora.tokenizer.conversation_rows import TokenizedExample
 SKIPPED = "skipped_rows.jsonl"
 # Places that a summary lists; bad rows that an error lists; bad rows kept to find the first ones, since rows of a block
 # are not reported in order.
-_NAMED, _TOLD, _HELD = 3, 10, 1000
+_NAMED, _SHOWN_BAD, _HELD = 3, 10, 1000
 
 
 @dataclass
@@ -76,7 +76,7 @@ class RowCounts:
     bad_count: int = 0
     incomplete: bool = False
     _digest: Any = field(default_factory=hashlib.sha256)
-    _seen: set[bytes] = field(default_factory=set)
+    _row_keys: set[bytes] = field(default_factory=set)
 
     def add_row(self, place: RowPlace, row: dict[str, Any]) -> bytes | BadRow:
         """Add a row to the digest, and count repeated rows.
@@ -92,9 +92,9 @@ class RowCounts:
             text = repr(place).encode()
         self._digest.update(text + b"\n")
         key = row_digest(text)
-        if key in self._seen:
+        if key in self._row_keys:
             self.repeated.add(place)
-        self._seen.add(key)
+        self._row_keys.add(key)
         return key
 
     def remark(self, place: RowPlace, text: str) -> None:
@@ -119,7 +119,7 @@ class RowCounts:
     def finish(self) -> str:
         """Finish after the last row; returns the SHA-256 of the source's bytes, or else of the rows."""
         self.bad.sort(key=lambda row: row[0].number)
-        self._seen.clear()
+        self._row_keys.clear()
         return self.source.digest() or self._digest.hexdigest()
 
     def refuse_bad(self, cure: str | None = None) -> None:
@@ -131,23 +131,23 @@ class RowCounts:
         if not self.bad:
             return
         among = f" among the first {self.examples:,}" if self.incomplete else ""
-        what = f"{self.source.display_name} has {count_noun(self.bad_count, 'row')}{among} that cannot be used"
+        text = f"{self.source.display_name} has {count_noun(self.bad_count, 'row')}{among} that cannot be used"
         if self.source.is_sealed:
             raise UserError(
-                f"{what}{self._bad_places()}: mend the unsealed file, about which wgpu-lora data stats says more, "
+                f"{text}{self._bad_places()}: mend the unsealed file, about which wgpu-lora data stats says more, "
                 f"or use {flag('skip_bad_rows')}."
             )
         if len(self.bad) == 1:
             [(place, problem)] = self.bad
             raise UserError(f"{self.source.locate(place)}: {problem.reason}")
         by_reason: dict[str, list[RowPlace]] = {}
-        for place, problem in self.bad[:_TOLD]:
+        for place, problem in self.bad[:_SHOWN_BAD]:
             by_reason.setdefault(problem.reason, []).append(place)
         lines = [f"{_at(places)}: {escape_unprintable(reason)}" for reason, places in by_reason.items()]
-        if self.bad_count > _TOLD:
-            lines.append(f"and {self.bad_count - _TOLD:,} more")
+        if self.bad_count > _SHOWN_BAD:
+            lines.append(f"and {self.bad_count - _SHOWN_BAD:,} more")
         cure = cure or f"fix them, or skip them with {flag('skip_bad_rows')}"
-        raise UserError(f"{what}; {cure}:", lines)
+        raise UserError(f"{text}; {cure}:", lines)
 
     def refuse_nothing(self, max_length: int) -> None:
         """Raise UserError about why no row is left."""
@@ -164,7 +164,7 @@ class RowCounts:
             "with no token to train on" + by_cut: self.untrained.count,
             f"of more than {max_length:,} tokens": self.too_long.count,
         }
-        counts = [f"{count:,} {what}" for what, count in kinds.items() if count]
+        counts = [f"{count:,} {kind}" for kind, count in kinds.items() if count]
         cure = "give rows that have answers" if self.expanded > lost + self.too_long.count else ""
         longer = f"raise {flag('max_length')}" if lost or self.too_long.count else ""
         raise UserError(
@@ -173,9 +173,9 @@ class RowCounts:
             f"{' or '.join(filter(None, (longer, cure)))}."
         )
 
-    def summary(self, kept: str, max_length: int) -> str:
-        """Counts of rows that were read and lost, as text. kept: what is trained on, such as `3 rows`."""
-        whole = f"{self.source.name}: {count_noun(self.examples, 'example')}, {kept}"
+    def summary(self, samples: str, max_length: int) -> str:
+        """Counts of rows that were read and lost, as text. samples: what is trained on, such as `3 rows`."""
+        whole = f"{self.source.name}: {count_noun(self.examples, 'example')}, {samples}"
         return ", ".join([whole, *self.outcomes(max_length)])
 
     def outcomes(self, max_length: int) -> list[str]:
@@ -189,14 +189,14 @@ class RowCounts:
             parts.append(f"{self.empty.count:,} skipped for an empty answer{self.empty}")
         if self.empty_turns.count:
             parts.append(f"{count_noun(self.empty_turns.count, 'empty turn')} not trained on{self.empty_turns}")
-        for what, tally in self.unrendered.items():
-            parts.append(f"the chat template leaves out {what} of {count_noun(tally.count, 'row')}{tally}")
+        for part, tally in self.unrendered.items():
+            parts.append(f"the chat template leaves out {part} of {count_noun(tally.count, 'row')}{tally}")
         if self.untrained_turns.count:
             parts.append(
                 f"{count_noun(self.untrained_turns.count, 'such answer')} not trained on{self.untrained_turns}"
             )
-        for what, tally in self.remarks.items():
-            parts.append(f"{what}{tally}")
+        for remark, tally in self.remarks.items():
+            parts.append(f"{remark}{tally}")
         if self.untrained.count:
             by_cut = f", {self.truncated_away.count:,} of them by truncation" if self.truncated_away.count else ""
             parts.append(f"{self.untrained.count:,} dropped with nothing to train on{by_cut}{self.untrained}")

@@ -22,7 +22,7 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 FORMATS = "JSONL, a JSON array, CSV or Parquet"
 _HEAD = 1 << 12
 _PARQUET = b"PAR1"
-_OTHERS = {
+_UNSUPPORTED = {
     b"PK\x03\x04": "is a zip archive or an Excel workbook; unpack it, or save the sheet as CSV in UTF-8",
     b"\x28\xb5\x2f\xfd": "is compressed with zstd; decompress it, or use gzip",
     b"\xfd7zXZ\x00": "is compressed with xz; decompress it, or use gzip",
@@ -88,15 +88,15 @@ def file_source(path: Path) -> FileSource:
 
 
 def reader_of(path: Path) -> Reader:
-    """The reader of a file, by its first bytes, or by its name if these do not tell."""
+    """The reader of a file, by its first bytes, or by its name if these are ambiguous."""
     with opened(path) as file:
         head = file.read(_HEAD)
     suffix = bare_name(path).suffix.lower()
     if head.startswith(_PARQUET) or suffix == ".parquet":
         return read_parquet
-    for magic, what in _OTHERS.items():
+    for magic, description in _UNSUPPORTED.items():
         if head.startswith(magic):
-            raise UserError(f"{path} {what}.")
+            raise UserError(f"{path} {description}.")
     if suffix in (".csv", ".tsv"):
         return read_delimited
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()

@@ -46,15 +46,15 @@ class RowFormat(Generic[T]):
 class Fields:
     """The fields of a row in one format. They are checked when they are read.
 
-    given: the row itself.
+    columns: the row itself.
     """
 
-    def __init__(self, given: Row, form: RowFormat[Any], formats: RowFormats[Any]):
-        self.given, self._form, self._formats = given, form, formats
+    def __init__(self, columns: Row, form: RowFormat[Any], formats: RowFormats[Any]):
+        self.columns, self._form, self._formats = columns, form, formats
 
     def __getitem__(self, name: str) -> Any:
         """The checked value; None for an optional field that is missing or null. Raises UserError."""
-        value = self.given.get(name)
+        value = self.columns.get(name)
         kind = self._form.required.get(name) or self._form.optional[name]
         if value is None and name not in self._form.required:
             return None
@@ -62,7 +62,7 @@ class Fields:
             return kind.check(value, name)
         except UserError as error:
             of_objects = isinstance(value, list) and value and isinstance(value[0], dict)
-            advice = self._formats.advice(self.given) if kind.is_text and not of_objects else None
+            advice = self._formats.advice(self.columns) if kind.is_text and not of_objects else None
             if not advice:
                 raise
             raise UserError(f"{str(error).removesuffix('.')}; {advice}.") from error
@@ -109,7 +109,8 @@ class RowFormats(Generic[T]):
             keys = ", ".join(repr(key[:80]) for key in list(row)[:12]) or "none"
             advice = self.advice(row)
             raise UserError(
-                f"the row fits no format: its keys are {keys}, but {self._needed}{f'; {advice}' if advice else ''}."
+                f"the row fits no format: its keys are {keys}, but {self._requirements}"
+                f"{f'; {advice}' if advice else ''}."
             )
         try:
             return form.convert(Fields(row, form, self))
@@ -143,12 +144,12 @@ class RowFormats(Generic[T]):
             return
         shown = ", ".join(repr(name[:80]) for name in names[:20]) or "none"
         advice = self._other_names(names) or "rename them"
-        raise UserError(f"the columns are {shown}, but {self._needed}; {advice}.")
+        raise UserError(f"the columns are {shown}, but {self._requirements}; {advice}.")
 
     def advice(self, row: Row) -> str | None:
-        """How to turn a row, or an object that contains rows, into one that fits; None if that cannot be guessed."""
-        given = [key for key, value in row.items() if value is not None]
-        return self._other_names(given) or self._other_names([*row]) or self.remedy(row)
+        """How to turn a row, or an object that contains rows, into one that fits; None if there is no guess."""
+        names = [key for key, value in row.items() if value is not None]
+        return self._other_names(names) or self._other_names([*row]) or self.remedy(row)
 
     def remedy(self, row: Row) -> str | None:
         """Advice for an object that contains rows instead of being one; None if it does not."""
@@ -169,7 +170,7 @@ class RowFormats(Generic[T]):
         return self.other_objectives(names) or renaming(names, [[*form.required] for form in self.formats])
 
     @property
-    def _needed(self) -> str:
+    def _requirements(self) -> str:
         each = "; ".join(join_words([*form.required]) for form in self.formats)
         return f"the format needs {each}" if len(self.formats) == 1 else f"the formats need {each}"
 

@@ -104,8 +104,8 @@ class TokenizedData:
 
     def summary(self) -> str:
         """One line with counts of rows and tokens."""
-        what = "row" if self.parts == 1 else "pair"
-        result = self.account.summary(count_noun(len(self.samples), what), self.max_length)
+        noun = "row" if self.parts == 1 else "pair"
+        result = self.account.summary(count_noun(len(self.samples), noun), self.max_length)
         return f"{result}; {self.trained_tokens:,} of {self.total_tokens:,} tokens are trained on"
 
 
@@ -200,14 +200,14 @@ def tokenize_source(
             if wrong or sample is None:
                 account.expanded += 1  # an index must not depend on the outcome of other rows
                 continue
-            kept = list(_fitting_rows(pairs, place, account, max_length, on_overflow == "drop"))
-            if parts > 1 and len(kept) < parts:
-                kept = []  # a sample is only useful as a whole
+            sample_rows = list(_fitting_rows(pairs, place, account, max_length, on_overflow == "drop"))
+            if parts > 1 and len(sample_rows) < parts:
+                sample_rows = []  # a sample is only useful as a whole
             if skip_bad_rows or not account.bad:
-                rows += kept
-                values += [sample.value] * (len(kept) // parts)
-                keys.extend([key] * (len(kept) // parts))
-                tokens += sum(len(row.input_ids) for row in kept)
+                rows += sample_rows
+                values += [sample.value] * (len(sample_rows) // parts)
+                keys.extend([key] * (len(sample_rows) // parts))
+                tokens += sum(len(row.input_ids) for row in sample_rows)
         if account.bad_count >= MAX_BAD and not skip_bad_rows:
             account.incomplete = True
             break
@@ -304,13 +304,13 @@ def _sample(
     assert sample is not None
     examples = []
     for example in sample.examples:
-        kept, silent = without_empty_answers(example, completion_only)
+        trimmed, silent = without_empty_answers(example, completion_only)
         if silent:
             account.empty_turns.add(place, silent)
-        if kept is None:
+        if trimmed is None:
             account.empty.add(place)
             return None, 0
-        examples.append(kept)
+        examples.append(trimmed)
     return replace(sample, examples=tuple(examples)), row_key(noted)
 
 

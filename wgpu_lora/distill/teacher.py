@@ -61,14 +61,14 @@ class Forward:
         tokens: int,
         tables: Tables,
         compute_dtype: str,
-        kept: TopK,
+        selection: TopK,
         name: str,
     ):
-        def make(what: str, *shape: int, dtype: str = "f32") -> Tensor:
-            return persistent(shape, dtype, "workspace", f"{name}'s {what} [{tokens}]")
+        def make(label: str, *shape: int, dtype: str = "f32") -> Tensor:
+            return persistent(shape, dtype, "workspace", f"{name}'s {label} [{tokens}]")
 
         slots = len(adapters.specs) if adapters else 1
-        k, drawn_ids = kept.top_k, kept.candidates
+        k, drawn_ids = selection.top_k, selection.candidates
         self.inputs = StepInputs.declare(model.config.row_inputs(), tokens, slots, tables)
         self.values, self.ids = make("largest logits", tokens, k), make("tokens", tokens, k, dtype="u32")
         self.state = make("softmax state", tokens, 4)
@@ -90,8 +90,8 @@ class Forward:
             width = part.shape[0]
             logits = rec.temp((rows, width), name="logits")
             head_logits(rec.dispatch, rows_of, head, part, logits, count)
-            mine = self.values, self.ids
-            before, after = (other, mine) if chunk_index % 2 == 0 else (mine, other)
+            result = self.values, self.ids
+            before, after = (other, result) if chunk_index % 2 == 0 else (result, other)
             shape = {"rows": rows, "cols": width, "first": first}
             rec.dispatch(top_k, logits, count, *before, *after, k=k, **shape)
             if self.drawn and self.picked:
@@ -118,15 +118,15 @@ class Teacher(ForwardPasses[Forward]):
         adapters: AdapterSet | None,
         buckets: Sequence[int],
         tables: Tables,
-        kept: TopK,
+        selection: TopK,
         compute_dtype: str = "f32",
         name: str = "teacher",
     ):
-        kept.check(model.config.vocab_size)
-        self.device, self.kept, self.vocab_size = model.device, kept, model.config.vocab_size
+        selection.check(model.config.vocab_size)
+        self.device, self.selection, self.vocab_size = model.device, selection, model.config.vocab_size
         self.name = model.name
         sizes = sorted({*buckets})
-        super().__init__({n: Forward(model, adapters, n, tables, compute_dtype, kept, name) for n in sizes})
+        super().__init__({n: Forward(model, adapters, n, tables, compute_dtype, selection, name) for n in sizes})
 
     def supports(self, segments: Sequence[Segment], rows: Sequence[int]) -> list[TopKLogits]:
         """The support of each segment's labelled tokens.
@@ -146,10 +146,10 @@ class Teacher(ForwardPasses[Forward]):
         return [result[i] for i in range(len(segments))]
 
     def _run(self, one: Forward, segments: list[Segment], rows: list[int]) -> tuple[TopKLogits, np.ndarray]:
-        """The supports of a batch together, and [start, stop) of each segment's."""
+        """The supports of a batch, concatenated, and [start, stop) of each segment."""
         places = one.inputs.upload(self.device, [replace(segment, draws=None) for segment in segments])
         n = int(places.max(initial=0))
-        candidates = np.zeros((one.inputs.tokens, self.kept.candidates), np.uint32)
+        candidates = np.zeros((one.inputs.tokens, self.selection.candidates), np.uint32)
         if one.drawn:
             for segment, row, (start, stop) in zip(segments, rows, places, strict=True):
                 candidates[start:stop] = self._drawn(segment, row)
@@ -161,27 +161,29 @@ class Teacher(ForwardPasses[Forward]):
             lse = (top + np.log(total)).astype(np.float32)
         if not np.isfinite(lse).all():
             raise NotFiniteError(f"A logit of the teacher {self.name} is not finite: its weights are damaged.")
-        order = np.argsort(-values, axis=1, kind="stable")  # they come by id, so ties stay by id
+        order = np.argsort(-values, axis=1, kind="stable")  # they are sorted by id, so ties stay in that order
         best = np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
         if one.picked:
-            others = self._others(ids, candidates[:n], self._read(one.picked, n))
-            best = np.hstack([best[0], others[0]]), np.hstack([best[1], others[1]])
-        correction = tail_correction(self.vocab_size, self.kept.top_k, self.kept.random)
-        support = TopKLogits(best[0], best[1], lse, self.kept.top_k, np.full(n, correction, np.float32))
+            random_support = self._random_support(ids, candidates[:n], self._read(one.picked, n))
+            best = np.hstack([best[0], random_support[0]]), np.hstack([best[1], random_support[1]])
+        correction = tail_correction(self.vocab_size, self.selection.top_k, self.selection.random)
+        support = TopKLogits(best[0], best[1], lse, self.selection.top_k, np.full(n, correction, np.float32))
         return support, places
 
     def _drawn(self, segment: Segment, row: int) -> np.ndarray:
         assert segment.labels is not None
         positions = np.flatnonzero(segment.labels[1:] != UNTRAINED) + 1
-        return random_tokens(self.kept.seed, row, positions, self.kept.candidates, self.vocab_size)
+        return random_tokens(self.selection.seed, row, positions, self.selection.candidates, self.vocab_size)
 
-    def _others(self, top: np.ndarray, candidates: np.ndarray, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _random_support(
+        self, top: np.ndarray, candidates: np.ndarray, logits: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The first R drawn tokens that are not among the top K, whose ids ascend in each row, and their logits."""
         offsets = np.arange(len(top), dtype=np.int64)[:, None] * self.vocab_size
-        known, wanted_tokens = (top + offsets).reshape(-1), (candidates + offsets).reshape(-1)
-        place = np.minimum(np.searchsorted(known, wanted_tokens), known.size - 1)
-        among = (known[place] == wanted_tokens).reshape(candidates.shape)
-        order = np.argsort(among, axis=1, kind="stable")[:, : self.kept.random]
+        top_keys, candidate_keys = (top + offsets).reshape(-1), (candidates + offsets).reshape(-1)
+        place = np.minimum(np.searchsorted(top_keys, candidate_keys), top_keys.size - 1)
+        among = (top_keys[place] == candidate_keys).reshape(candidates.shape)
+        order = np.argsort(among, axis=1, kind="stable")[:, : self.selection.random]
         return np.take_along_axis(candidates, order, 1), np.take_along_axis(logits, order, 1)
 
     def _read(self, tensor: Tensor, n: int) -> np.ndarray:

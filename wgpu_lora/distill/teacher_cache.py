@@ -238,7 +238,7 @@ class TeacherCache:
         return self.header.length
 
     @property
-    def kept(self) -> int:
+    def top_k(self) -> int:
         """K: tokens with the largest logits."""
         return self.header.top_k
 
@@ -270,15 +270,15 @@ class TeacherCache:
     ) -> None:
         """Raise UserError unless the cache has all of these rows, made with this tokenizer and chat template.
 
-        Held-out rows of the same data may be checked apart, since rows are compared one by one: by their index, and the
-        digest of their ids and labels. Unless the cache is large, all shards are compared with their digests.
+        Held-out rows of the same data may be checked separately, since each row is compared: by its index, and the
+        digest of its ids and labels. Unless the cache is large, all shards are compared with their digests.
         """
         header = self.header
-        ours = tokenizer.digest if tokenizer else None
-        if ours and header.tokenizer and ours != header.tokenizer:
+        tokenizer_digest = tokenizer.digest if tokenizer else None
+        if tokenizer_digest and header.tokenizer and tokenizer_digest != header.tokenizer:
             raise UserError(
                 f"The teacher cache {self.path} was made with another tokenizer (SHA-256 {header.tokenizer[:12]}, not "
-                f"{ours[:12]}): use a model with the teacher's tokenizer, or {AGAIN}."
+                f"{tokenizer_digest[:12]}): use a model with the teacher's tokenizer, or {AGAIN}."
             )
         template = template_digest(tokenizer, template_kwargs)
         if template and header.template and template != header.template:
@@ -310,19 +310,19 @@ class TeacherCache:
             )
 
     def _differing(self, prepared: TokenizedData, rows: int) -> UserError:
-        """The error if so many rows are not those that the cache was made of."""
-        header, mine = self.header, f"The teacher cache {self.path}"
+        """The error for `rows` rows that differ from those in the cache."""
+        header, cache = self.header, f"The teacher cache {self.path}"
         digest = str(header.data.get("sha256"))
         if prepared.digest == digest and prepared.max_length != header.length:
             return UserError(
-                f"{mine} has rows cut to {header.length:,} tokens, but here they may have {prepared.max_length:,}: use "
-                f"{setting('max_length', header.length)}, or {AGAIN}."
+                f"{cache} has rows cut to {header.length:,} tokens, but here they may have "
+                f"{prepared.max_length:,}: use {setting('max_length', header.length)}, or {AGAIN}."
             )
         name = f"{header.data.get('path')!s:.200}"
         other = f"other data, {name} (SHA-256 {digest[:12]}, not {prepared.digest[:12]})"
-        what = f"other trained tokens of {name}" if prepared.digest == digest else other
+        description = f"other trained tokens of {name}" if prepared.digest == digest else other
         return UserError(
-            f"{mine} was made of {what}, so that {count_noun(rows, 'row')} of {len(prepared.rows):,} "
+            f"{cache} was made of {description}, so that {count_noun(rows, 'row')} of {len(prepared.rows):,} "
             f"{'differs' if rows == 1 else 'differ'}: use the data and options that it was made with, or {AGAIN}."
         )
 
@@ -330,7 +330,7 @@ class TeacherCache:
         """The teacher's logits at the trained tokens of a row.
 
         Args:
-            index: the `index` of a `Row` that `check` has seen.
+            index: the `index` of a `Row` that was checked.
 
         Raises:
             UserError: the row's shard is missing or damaged.
@@ -346,13 +346,13 @@ class TeacherCache:
         except (SafetensorError, OSError):
             raise _damaged(self.path / self.header.shards[number].file) from None
         ids = unpack_ids(packed, self.tokens, self.header.bits)
-        descends = np.all(logprobs[:, 1 : self.kept] <= logprobs[:, : self.kept - 1])
+        descends = np.all(logprobs[:, 1 : self.top_k] <= logprobs[:, : self.top_k - 1])
         finite = np.isfinite(logprobs).all() and np.isfinite(lse).all()
         if not (finite and descends and np.all(logprobs <= _LARGEST) and np.all(ids < self.vocab_size)):
             raise _damaged(self.path / self.header.shards[number].file)
         logits = logprobs.astype(np.float32) + lse[:, None]
-        correction = tail_correction(self.vocab_size, self.kept, self.random)
-        return TopKLogits(ids, logits, lse, self.kept, np.full(len(lse), correction, np.float32))
+        correction = tail_correction(self.vocab_size, self.top_k, self.random)
+        return TopKLogits(ids, logits, lse, self.top_k, np.full(len(lse), correction, np.float32))
 
     def _shard(self, number: int) -> Any:
         """The mapped file of a shard, checked when it is first asked for."""

@@ -50,7 +50,7 @@ from wgpu_lora.text import count_noun
 def write_cache(
     output: Path,
     plan: CachePlan,
-    done: Sequence[Shard],
+    shards: Sequence[Shard],
     model: LoadedModel,
     adapters: AdapterSet | None = None,
     compute_dtype: str = "f32",
@@ -60,40 +60,40 @@ def write_cache(
     weights are compared.
 
     Args:
-        done: as `finished_shards` found them. adapters: slot 0 applies.
+        shards: as `finished_shards` returned them. adapters: slot 0 applies.
         events: receives `loading` and `evaluating`, with rows.
 
     Raises:
-        UserError: the teacher's weights are others than before, the device has no room, or another process is writing.
+        UserError: the teacher's weights have changed, the device has no room, or another process is writing.
         NotFiniteError: a logit of the teacher is not finite.
         OSError: a file cannot be written.
     """
-    if len(done) == len(plan.shards):
+    if len(shards) == len(plan.shards):
         model.load_weights(events)
-        return _compared(output, model, done)
+        return _check_teacher(output, model, shards)
     tables = Tables.declare(model.config.tables(), plan.batch_tokens)
-    teacher = Teacher(model, adapters, [plan.batch_tokens], tables, plan.kept, compute_dtype)
+    teacher = Teacher(model, adapters, [plan.batch_tokens], tables, plan.selection, compute_dtype)
     (program,) = teacher.programs()
     sizes = program.plan().sizes
-    mine = {s for s in teacher.storages() | tables.storages() if s not in model.decoder.storages()}
+    storages = {s for s in teacher.storages() | tables.storages() if s not in model.decoder.storages()}
     if adapters:
-        mine -= adapters.storages()
+        storages -= adapters.storages()
     arena, stack = Arena(model.device), ExitStack()
     try:
         stack.enter_context(locked(output / CACHE, flag("output")))
-        need = model.bytes_to_load() + missing_bytes(mine) + sum(sizes)
+        need = model.bytes_to_load() + missing_bytes(storages) + sum(sizes)
         stack.enter_context(claim(model.device, need, "caching a teacher"))
         stack.enter_context(verdicts_of(model.device).reported_to(events))
         check_tilings(model.device, [program])
         model.load_weights(events)
         fix_gains(model, adapters)
-        header = _begin(output, plan, model, done)
-        allocate(model.device, mine)
+        header = _begin(output, plan, model, shards)
+        allocate(model.device, storages)
         arena = Arena(model.device, sizes)
         tables.upload(model.device)
         teacher.use(arena)
         slot = 0 if adapters else None
-        for rows in plan.shards[len(done) :]:
+        for rows in plan.shards[len(shards) :]:
             before = header.finished
 
             def watch(count: int, before: int = before) -> None:
@@ -105,26 +105,26 @@ def write_cache(
     finally:
         arena.free()
         program.release()
-        release(model.device, mine)
+        release(model.device, storages)
         stack.close()
     return header
 
 
-def _begin(output: Path, plan: CachePlan, model: LoadedModel, done: Sequence[Shard]) -> Header:
+def _begin(output: Path, plan: CachePlan, model: LoadedModel, shards: Sequence[Shard]) -> Header:
     """The header with the teacher's weights, written with the table of rows."""
-    header = replace(plan.header, teacher={**plan.header.teacher, "weights": model.weights_sha256}, shards=list(done))
+    header = replace(plan.header, teacher={**plan.header.teacher, "weights": model.weights_sha256}, shards=list(shards))
     if (output / CACHE).exists():
-        _compared(output, model, done)
-    sweep(output, OURS)
+        _check_teacher(output, model, shards)
+    sweep(output, CACHE_FILES)
     write_bytes_atomic(output / TABLE, save(RowTable.of(plan.rows).arrays()))
     header.write(output)
     return header
 
 
-def _compared(output: Path, model: LoadedModel, done: Sequence[Shard]) -> Header:
+def _check_teacher(output: Path, model: LoadedModel, shards: Sequence[Shard]) -> Header:
     """The header on disk. Raises UserError if it is that of another teacher, or has changed since it was read."""
     result = read_header(output)
-    if result.shards != list(done):
+    if result.shards != list(shards):
         raise UserError(f"Another process has written to {output} meanwhile: give the command again.")
     before = result.teacher.get("weights")
     if before != model.weights_sha256:
@@ -166,7 +166,7 @@ def _write_shard(output: Path, header: Header, rows: Sequence[Row], supports: Se
 
 SHARD_POSITIONS = 8192  # at least, but in the last shard: 7 MB of 192 tokens each
 MOST_SHARDS = 8192  # about, so that cache.json stays small
-OURS = re.compile(rf"{re.escape(CACHE)}|{re.escape(TABLE)}|shard-\d{{5,}}\.safetensors")
+CACHE_FILES = re.compile(rf"{re.escape(CACHE)}|{re.escape(TABLE)}|shard-\d{{5,}}\.safetensors")
 _FILE_BYTES = 400  # of a safetensors file's header, about
 
 
@@ -180,7 +180,7 @@ class CachePlan:
     batch_tokens: int
 
     @property
-    def kept(self) -> TopK:
+    def selection(self) -> TopK:
         return TopK(self.header.top_k, self.header.random, int(self.header.options["seed"]))
 
     @property
@@ -196,7 +196,7 @@ class CachePlan:
 def plan_cache(
     model: LoadedModel,
     prepared: TokenizedData,
-    kept: TopK,
+    selection: TopK,
     *,
     logits: str,
     samples: int | None,
@@ -209,12 +209,12 @@ def plan_cache(
 
     Args:
         samples: only the first ones.
-        teacher: facts about the teacher, such as its adapter's digest; options: others that decide what is cached.
+        teacher: facts about the teacher, such as its adapter's digest; options: further ones that the logits depend on.
 
     Raises:
-        UserError: there are fewer rows than asked for, or tokens in the vocabulary than to be kept.
+        UserError: there are fewer rows than `samples`, or fewer tokens in the vocabulary than the selection has.
     """
-    kept.check(model.config.vocab_size)
+    selection.check(model.config.vocab_size)
     if samples is not None and samples > len(prepared.rows):
         raise UserError(
             f"{setting('samples', samples)} is more than the {count_noun(len(prepared.rows), 'row')} of "
@@ -229,14 +229,14 @@ def plan_cache(
             **options,
             "base_dtype": model.decoder.base_dtype,
             "logits_dtype": logits,
-            "seed": kept.seed,
+            "seed": selection.seed,
             "samples": samples,
             "batch_tokens": batch_tokens,
         },
         vocab_size=model.config.vocab_size,
         length=prepared.max_length,
-        top_k=kept.top_k,
-        random=kept.random,
+        top_k=selection.top_k,
+        random=selection.random,
         rows=len(rows),
         positions=sum(row.trained_tokens for row in rows),
         table=hashlib.sha256(save(RowTable.of(rows).arrays())).hexdigest(),
@@ -265,42 +265,42 @@ def finished_shards(output: Path, plan: CachePlan) -> list[Shard]:
     """The shards of an interrupted run that are finished, in order; changes nothing.
 
     Raises:
-        UserError: the directory has something else, a cache with other options or of another teacher or data, or a
+        UserError: the directory has other files, a cache with other options or of another teacher or data, or a
             shard that was changed, or the disk has no room for the rest.
     """
     check_name(output)
-    done: list[Shard] = []
+    shards: list[Shard] = []
     if output.exists():
-        if not output.is_dir() or (not (output / CACHE).exists() and _others(output)):
+        if not output.is_dir() or (not (output / CACHE).exists() and _foreign_files(output)):
             raise UserError(f"{output} exists already and is not a teacher cache: give {flag('output')} another name.")
         if (output / CACHE).exists():
             result = read_header(output)
             _compare(output, result, plan.header)
-            done = result.shards
-    for shard in done:
+            shards = result.shards
+    for shard in shards:
         path = output / shard.file
         if not path.is_file() or path.stat().st_size != shard.bytes or file_digest(path) != shard.sha256:
             raise UserError(
                 f"{path} is missing, truncated or changed: restore it, or remove {output} and make the cache anew."
             )
-    _check_room(output, plan, sum(shard.bytes for shard in done))
-    return done
+    _check_room(output, plan, sum(shard.bytes for shard in shards))
+    return shards
 
 
-def _others(output: Path) -> list[str]:
-    """Files that an interrupted start of this program does not leave."""
-    ours = re.compile(rf"\.lock|\.?({OURS.pattern}).*")  # .lock: of earlier versions
-    return [path.name for path in output.iterdir() if not ours.fullmatch(path.name)]
+def _foreign_files(output: Path) -> list[str]:
+    """Files that do not come from an interrupted start of this program."""
+    pattern = re.compile(rf"\.lock|\.?({CACHE_FILES.pattern}).*")  # .lock: of earlier versions
+    return [path.name for path in output.iterdir() if not pattern.fullmatch(path.name)]
 
 
 def _compare(output: Path, header: Header, expected: Header) -> None:
-    """Raise UserError unless a cache is the one that is wanted; the teacher's weights are compared once loaded."""
+    """Raise UserError unless a cache has the expected header; the teacher's weights are compared once loaded."""
     options = [name for name in expected.options if header.options.get(name) != expected.options[name]]
-    given = {**expected.options, "length": expected.length, "top_k": expected.top_k, "random": expected.random}
+    current = {**expected.options, "length": expected.length, "top_k": expected.top_k, "random": expected.random}
     before = {**header.options, "length": header.length, "top_k": header.top_k, "random": header.random}
     for name in ["top_k", "random", "length", *options]:
-        if before.get(name) != given[name]:
-            began, now = (_option_text(name, values.get(name)) for values in (before, given))
+        if before.get(name) != current[name]:
+            began, now = (_option_text(name, values.get(name)) for values in (before, current))
             raise UserError(
                 f"{output} was begun with {began}, not {now}: give the same options to continue it, or another "
                 f"{flag('output')}."
@@ -314,11 +314,11 @@ def _compare(output: Path, header: Header, expected: Header) -> None:
         "another size of the vocabulary": (header.vocab_size, expected.vocab_size),
         "other trained tokens": (header.table, expected.table),
     }
-    for what, (old, new) in facts.items():
+    for label, (old, new) in facts.items():
         if old != new:
             other = f"SHA-256 {old!s:.12}, not {new!s:.12}" if isinstance(new, str) else f"{old!s:.12}, not {new}"
             raise UserError(
-                f"{output} was begun with {what} ({other}): give the same to continue it, or another {flag('output')}."
+                f"{output} was begun with {label} ({other}): give the same to continue it, or another {flag('output')}."
             )
 
 
@@ -326,12 +326,12 @@ def _option_text(name: str, value: Any) -> str:
     return f"no {flag(name)}" if value is None else setting(name, value)
 
 
-def _check_room(output: Path, plan: CachePlan, done: int) -> None:
+def _check_room(output: Path, plan: CachePlan, finished_bytes: int) -> None:
     place = next(one for one in (output, *output.absolute().parents) if one.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
-        what = "not writable" if place.is_dir() else "not a directory"
-        raise UserError(f"{place} is {what}: choose another {flag('output')}.")
-    free, need = shutil.disk_usage(place).free, plan.bytes - done
+        problem = "not writable" if place.is_dir() else "not a directory"
+        raise UserError(f"{place} is {problem}: choose another {flag('output')}.")
+    free, need = shutil.disk_usage(place).free, plan.bytes - finished_bytes
     if need > free:
         raise UserError(
             f"The cache takes {need:,} bytes, but {place} has {free:,} free: make room, choose another "

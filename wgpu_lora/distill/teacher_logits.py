@@ -25,7 +25,7 @@ class TopKLogits:
     ids: np.ndarray
     logits: np.ndarray
     lse: np.ndarray
-    kept: int
+    top_k: int
     correction: np.ndarray
 
     def part(self, start: int, stop: int) -> TopKLogits:
@@ -33,12 +33,12 @@ class TopKLogits:
         ids, logits, lse, correction = (
             array[start:stop] for array in (self.ids, self.logits, self.lse, self.correction)
         )
-        return TopKLogits(ids, logits, lse, self.kept, correction)
+        return TopKLogits(ids, logits, lse, self.top_k, correction)
 
 
-def tail_correction(vocab_size: int, kept: int, random: int) -> float:
-    """ln((V - K) / R): what to add to the logits of R tokens that stand for V - K; 0 if there are none."""
-    return float(np.log((vocab_size - kept) / random)) if random else 0.0
+def tail_correction(vocab_size: int, top_k: int, random: int) -> float:
+    """ln((V - K) / R), which is added to the logits of R tokens that represent V - K; 0 without such tokens."""
+    return float(np.log((vocab_size - top_k) / random)) if random else 0.0
 
 
 # The least probability of the bucket. It is 1 minus the sum of the others, which float32 and float16 leave uncertain by
@@ -69,9 +69,9 @@ def teacher_rows(support: TopKLogits, targets: np.ndarray, vocab_size: int, temp
     Args:
         targets: ids [n] of the tokens that the data have.
     """
-    n, top_k = len(support.lse), support.kept
+    n, top_k = len(support.lse), support.top_k
     logits = support.logits.astype(np.float64) / temperature
-    top, others = logits[:, :top_k], logits[:, top_k:] + support.correction[:, None].astype(np.float64)
+    top, rest = logits[:, :top_k], logits[:, top_k:] + support.correction[:, None].astype(np.float64)
     logprobs = np.full((n, top_k + 1), LOWEST)
     if top_k == vocab_size:
         logprobs[:, :top_k] = top - np.logaddexp.reduce(top, 1, keepdims=True)
@@ -79,8 +79,8 @@ def teacher_rows(support: TopKLogits, targets: np.ndarray, vocab_size: int, temp
         if temperature == 1:
             lse = support.lse.astype(np.float64)
         else:
-            assert others.shape[1], "at this temperature the rest is only known from random tokens"
-            lse = np.logaddexp.reduce(np.concatenate([top, others], 1), 1)
+            assert rest.shape[1], "at this temperature the rest is only known from random tokens"
+            lse = np.logaddexp.reduce(np.concatenate([top, rest], 1), 1)
         likely = top - lse[:, None]
         total = np.exp(likely).sum(1)
         tail = np.maximum(1 - total, MIN_TAIL)

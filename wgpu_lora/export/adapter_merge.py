@@ -132,14 +132,14 @@ def merge_adapter(
         raise UserError(f"{setting('dtype', dtype)} is not known: choose one of {', '.join(DTYPES)}.")
     merged = MergedModel(model, adapter)
     kinds = {name: DTYPES["f32" if name in merged.wide else dtype] for name in merged.shapes}
-    done, others = count(1), merged.beside.specs()
-    own = {merged.beside.stored_name(name): name for name in merged.shapes}
+    counter, other_specs = count(1), merged.beside.specs()
+    model_names = {merged.beside.stored_name(name): name for name in merged.shapes}
 
     def pieces(stored: str) -> Iterator[np.ndarray]:
-        if stored in others:
+        if stored in other_specs:
             yield from merged.beside.pieces(stored)
             return
-        name = own[stored]
+        name = model_names[stored]
         for values in merged.pieces(name):
             kind, numpy_type = kinds[name]
             if kind == "F16" and np.abs(values).max(initial=0) > F16_MAX:
@@ -148,13 +148,13 @@ def merge_adapter(
                 )
             # As bits, because NumPy does not support bfloat16 buffers.
             yield values.astype(numpy_type).view(np.uint8)
-        events.written(name, next(done), len(merged.shapes))
+        events.written(name, next(counter), len(merged.shapes))
 
     with new_directory(output, flag("output")) as directory:
         copy_companions(model, directory)
         if is_gguf(model):
             write_companions(model, merged.tokenizer, directory)
-        specs = {stored: TensorSpec(kinds[name][0], merged.shapes[name]) for stored, name in own.items()}
-        write_shards(directory, specs | others, pieces, max_shard_bytes)
+        specs = {stored: TensorSpec(kinds[name][0], merged.shapes[name]) for stored, name in model_names.items()}
+        write_shards(directory, specs | other_specs, pieces, max_shard_bytes)
         update_config(directory, TORCH[dtype], quantization_config=None)
         (directory / CARD).write_text(card_of_merged(name or str(model), adapter, dtype), encoding="utf-8")

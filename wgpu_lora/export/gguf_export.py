@@ -89,41 +89,43 @@ def export_models(
     config = merged.config
     check_expressible(config, model)
     vocabulary = read_vocabulary(merged.tokenizer, config, model)
-    done = count(1)
+    counter = count(1)
 
-    def packed(own: str, targets: Sequence[GGMLQuantizationType]) -> Iterator[list[np.ndarray]]:
-        item = config.parameters[own]
-        for rows in merged.pieces(own, item.layout.row_index(item.shape[0])):
+    def packed(parameter: str, targets: Sequence[GGMLQuantizationType]) -> Iterator[list[np.ndarray]]:
+        item = config.parameters[parameter]
+        for rows in merged.pieces(parameter, item.layout.row_index(item.shape[0])):
             values = item.layout.written(rows.reshape(len(rows), *file_shape(item.shape)[1:]))
             if not np.isfinite(values).all():
-                raise UserError(f"{own} has values that are too large for a GGUF file: write the model with merge.")
+                raise UserError(
+                    f"{parameter} has values that are too large for a GGUF file: write the model with merge."
+                )
             for target in targets:
-                _check_range(values, own, target)
+                _check_range(values, parameter, target)
             of_type = {target: pack(values, target) for target in dict.fromkeys(targets)}
             yield [of_type[target] for target in targets]
-        events.written(own, next(done), len(merged.shapes))
+        events.written(parameter, next(counter), len(merged.shapes))
 
     form, names, tensors = config.gguf(), gguf_names(config), Tensors()
-    for own, shape in merged.shapes.items():
+    for parameter, shape in merged.shapes.items():
         stored, targets = file_shape(shape), [GGMLQuantizationType.F32] * len(outputs)
-        if config.parameters[own].kind != VECTOR:
-            targets = [tensor_type(config, kind, names[own], stored) for kind in outputs]
-        tensors[names[own]] = (stored, targets, partial(packed, own, targets))
-    for stated, values in form.tensors(config).items():
+        if config.parameters[parameter].kind != VECTOR:
+            targets = [tensor_type(config, kind, names[parameter], stored) for kind in outputs]
+        tensors[names[parameter]] = (stored, targets, partial(packed, parameter, targets))
+    for tensor, values in form.tensors(config).items():
         whole = [values] * len(outputs)
-        tensors[stated] = (values.shape, [GGMLQuantizationType.F32] * len(outputs), partial(iter, [whole]))
+        tensors[tensor] = (values.shape, [GGMLQuantizationType.F32] * len(outputs), partial(iter, [whole]))
     total = sum(prod(shape) for shape in merged.shapes.values())
     finetune = adapter.absolute().name if adapter else ""
-    own_name = name or (model.absolute().stem if is_gguf(model) else model.absolute().name)
+    general_name = name or (model.absolute().stem if is_gguf(model) else model.absolute().name)
     with ExitStack() as stack:
         writers = [stack.enter_context(new_gguf(output, form.name)) for output in outputs.values()]
         for writer, kind in zip(writers, outputs, strict=True):
-            _write_general(writer, model, own_name, FILE_TYPES[kind].number, total, finetune)
+            _write_general(writer, model, general_name, FILE_TYPES[kind].number, total, finetune)
             form.write(config, writer)
             write_vocabulary(writer, vocabulary)
         write_tensors(writers, tensors)
-    others = merged.beside.specs()
-    notes = (*form.notes(config), *vocabulary.notes, *([note_of_skipped(others)] if others else []))
+    other_parts = merged.beside.specs()
+    notes = (*form.notes(config), *vocabulary.notes, *([note_of_skipped(other_parts)] if other_parts else []))
     result = {}
     for number, (kind, output) in enumerate(outputs.items()):
         tensor_bytes = sum(nbytes(shape, targets[number]) for shape, targets, _ in tensors.values())
@@ -233,17 +235,17 @@ def export_adapter(model: Path, adapter: Path, output: Path) -> Written:
         )
     alpha = np.float32(adapter_config.lora_alpha)
     form, names, tensors, count = config.gguf(), gguf_names(config), Tensors(), 0
-    for own, (a, b, *_) in scaled_factors(adapter, config, model).items():
+    for parameter, (a, b, *_) in scaled_factors(adapter, config, model).items():
         # llama.cpp multiplies B A by alpha / rank, with the same alpha for all modules. This adapter's scaling may
         # differ (rsLoRA, patterns), so B is stored scaled and divided by alpha / rank.
         factor_b = b * np.float32(len(a) / alpha)
-        layout = config.parameters[own].layout
+        layout = config.parameters[parameter].layout
         columns = layout.column_index(a.shape[1])
         factor_a = a if columns is None else a[:, columns]
         factor_b = factor_b[layout.row_index(len(factor_b))]
         for letter, factor in (("a", factor_a), ("b", factor_b)):
-            check_finite(factor, f"lora_{letter} of {own}")
-            tensors[f"{names[own]}.lora_{letter}"] = (factor.shape, [GGMLQuantizationType.F32], _whole(factor))
+            check_finite(factor, f"lora_{letter} of {parameter}")
+            tensors[f"{names[parameter]}.lora_{letter}"] = (factor.shape, [GGMLQuantizationType.F32], _whole(factor))
             count += factor.size
     with new_gguf(output, form.name) as writer:
         writer.add_type("adapter")

@@ -56,9 +56,9 @@ def read_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, model: Pat
         )
     where = f"The tokenizer of {model}"
     files = tokenizer.files()
-    stated = json.loads(files["tokenizer.json"])
-    splitting = splitting_of(stated, where)
-    bpe, added = stated["model"], {token["id"]: token for token in stated.get("added_tokens") or []}
+    document = json.loads(files["tokenizer.json"])
+    splitting = splitting_of(document, where)
+    bpe, added = document["model"], {token["id"]: token for token in document.get("added_tokens") or []}
     texts = {id: text for text, id in bpe["vocab"].items()} | {id: token["content"] for id, token in added.items()}
     if max(texts, default=-1) >= config.vocab_size:
         raise UserError(

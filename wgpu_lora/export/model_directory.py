@@ -36,12 +36,12 @@ class SourceDirectory:
 
     def specs(self) -> dict[str, TensorSpec]:
         """The tensors of other parts, by their names in files."""
-        others = self._checkpoint.others if self._checkpoint else {}
-        return {name: TensorSpec(entry.dtype, entry.shape) for name, entry in others.items()}
+        entries = self._checkpoint.skipped if self._checkpoint else {}
+        return {name: TensorSpec(entry.dtype, entry.shape) for name, entry in entries.items()}
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:
         assert self._checkpoint
-        yield read_bytes(self._checkpoint.others[name])
+        yield read_bytes(self._checkpoint.skipped[name])
 
     def modules(self) -> tuple[str, ...]:
         """Beginnings of the paths of their modules, as transformers may name them."""
@@ -49,10 +49,10 @@ class SourceDirectory:
 
 
 def update_config(directory: Path, dtype: str | None = None, **changes: Any) -> None:
-    """Changes fields of config.json: None removes one. dtype: of the weights, which the text part may also state."""
+    """Changes fields of config.json: None removes one. dtype: of the weights, also in the text part if it has one."""
     path = directory / "config.json"
-    stated = read_json(path) | changes
-    whole = {name: value for name, value in stated.items() if value is not None or name not in changes}
+    config = read_json(path) | changes
+    whole = {name: value for name, value in config.items() if value is not None or name not in changes}
     text = whole.get("text_config")
     if dtype:
         whole["dtype" if "dtype" in whole else "torch_dtype"] = dtype
@@ -71,10 +71,10 @@ def write_companions(path: Path, tokenizer: Tokenizer | None, directory: Path) -
     """
     header = read_header(path)
     config = read_config(header)
-    stated = {**config_fields(header), **config.gguf().config_fields(config, path)}
+    fields = {**config_fields(header), **config.gguf().config_fields(config, path)}
     if config.TRANSFORMERS:
-        stated["architectures"] = [config.TRANSFORMERS]
-    files = {"config.json": json.dumps(stated, indent=2) + "\n"} | (tokenizer.files() if tokenizer else {})
+        fields["architectures"] = [config.TRANSFORMERS]
+    files = {"config.json": json.dumps(fields, indent=2) + "\n"} | (tokenizer.files() if tokenizer else {})
     for name, content in files.items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(content, encoding="utf-8")

@@ -91,29 +91,29 @@ def _write_weights(
 
     specs: dict[str, TensorSpec] = {}
     owner: dict[str, str] = {}  # the parameter that a tensor is of
-    named: dict[str, str] = {}  # the part of a packed matrix that it is
+    part_of: dict[str, str] = {}  # the part of a packed matrix that it is
     for name in model.config.parameter_shapes():
         if name in packed:
             for part, values in of(name).items():
                 stored = beside.stored_name(part)
                 specs[stored], owner[stored] = TensorSpec(SAFETENSORS[values.dtype], values.shape), name
-                named[stored] = part
+                part_of[stored] = part
         elif name in checkpoint.names():
             stored = beside.stored_name(name)
             specs[stored], owner[stored] = TensorSpec(checkpoint.dtype(name), checkpoint.shape(name)), name
     last = {name: tensor for tensor, name in owner.items()}
-    done, others = count(1), beside.specs()
+    counter, other_specs = count(1), beside.specs()
 
     def pieces(tensor: str) -> Iterator[np.ndarray]:
-        if tensor in others:
+        if tensor in other_specs:
             yield from beside.pieces(tensor)
             return
         name = owner[tensor]
-        yield of(name)[named[tensor]].view(np.uint8) if name in packed else checkpoint.read_raw(name)
+        yield of(name)[part_of[tensor]].view(np.uint8) if name in packed else checkpoint.read_raw(name)
         if tensor == last[name]:
-            events.written(name, next(done), len(last))
+            events.written(name, next(counter), len(last))
 
-    write_shards(directory, specs | others, pieces, max_shard_bytes)
+    write_shards(directory, specs | other_specs, pieces, max_shard_bytes)
 
 
 @dataclass

@@ -24,11 +24,11 @@ class TensorNames:
         """Whether a tensor, by its name in a file, is of another part."""
         return stored.startswith(self.skipped)
 
-    def own(self, stored: str) -> str:
+    def model_name(self, stored: str) -> str:
         """The model's name of a tensor in a file."""
-        for theirs, ours in self.renamed:
-            if stored.startswith(theirs):
-                return ours + stored[len(theirs) :]
+        for stored_prefix, prefix in self.renamed:
+            if stored.startswith(stored_prefix):
+                return prefix + stored[len(stored_prefix) :]
         return stored
 
 

@@ -58,7 +58,7 @@ def cached_model(model: str) -> Path | None:
         return None
 
 
-def stated_name(model: str) -> str:
+def base_name(model: str) -> str:
     """The base model's name to write into files: a hub id unchanged, a path made absolute."""
     return str(Path(model).expanduser().resolve()) if model != "demo" and Path(model).expanduser().exists() else model
 

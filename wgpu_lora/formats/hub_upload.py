@@ -68,8 +68,8 @@ def prepare(directory: Path, include: list[str] | None = None, exclude: list[str
     result = _files(directory)
     kind, notes = _kind(directory, result)
     include, exclude = include or [], exclude or []
-    known = _model_facts(directory, kind, result)
-    reasons = {name: why for name in result if (why := _reason(name, known, include, exclude))}
+    roles = _model_facts(directory, kind, result)
+    reasons = {name: why for name in result if (why := _reason(name, roles, include, exclude))}
     chosen = {name: result[name] for name in reasons}
     for path in chosen.values():
         if links_outside(path, directory):
@@ -147,31 +147,31 @@ def _kind(directory: Path, files: dict[str, Path]) -> tuple[str, list[str]]:
 def _model_facts(directory: Path, kind: str, files: dict[str, Path]) -> dict[str, str]:
     """Names of the files needed to load the model -> why they are included."""
     if kind == "adapter":
-        known = {WEIGHTS: "adapter's weights", CONFIG: "adapter's configuration"}
+        roles = {WEIGHTS: "adapter's weights", CONFIG: "adapter's configuration"}
     elif kind == "model":
-        known = dict.fromkeys(CONFIGURATION, "configuration")
+        roles = dict.fromkeys(CONFIGURATION, "configuration")
         shards = Checkpoint(directory).shards
         single = shards == [directory / SINGLE]
-        known |= dict.fromkeys((path.name for path in shards), "weights" if single else f"shard that {INDEX} names")
-        known |= {} if single else {INDEX: "index of the shards"}
+        roles |= dict.fromkeys((path.name for path in shards), "weights" if single else f"shard that {INDEX} names")
+        roles |= {} if single else {INDEX: "index of the shards"}
     else:
-        known = {name: "GGUF file" for name in files if name.endswith(".gguf") and "/" not in name}
+        roles = {name: "GGUF file" for name in files if name.endswith(".gguf") and "/" not in name}
     for name in files:
         if TOKENIZER.fullmatch(name):
-            known[name] = "tokenizer"
+            roles[name] = "tokenizer"
         elif TEMPLATE.fullmatch(name):
-            known[name] = "chat template"
+            roles[name] = "chat template"
         elif LICENCES.fullmatch(name):
-            known[name] = "licence"
-    return known | {CARD: "model card"}
+            roles[name] = "licence"
+    return roles | {CARD: "model card"}
 
 
-def _reason(name: str, known: dict[str, str], include: list[str], exclude: list[str]) -> str | None:
+def _reason(name: str, roles: dict[str, str], include: list[str], exclude: list[str]) -> str | None:
     """Why a file is included, or None."""
     if any(fnmatch(name, pattern) for pattern in exclude):
         return None
     if not include:
-        return known.get(name)
+        return roles.get(name)
     matching = [pattern for pattern in include if fnmatch(name, pattern)]
     private = next((part for part in name.split("/") if PRIVATE.fullmatch(part)), None)
     if private:

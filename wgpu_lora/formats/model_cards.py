@@ -21,9 +21,9 @@ _HEADER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 def license_of(model: Path) -> str | None:
     """The licence that a model's card or GGUF file names; None if it does not."""
     if is_gguf(model):
-        stated = read_header(model).values.get("general.license")
-        return stated if isinstance(stated, str) else None
-    header = _HEADER.match(_own_card(model))
+        name = read_header(model).values.get("general.license")
+        return name if isinstance(name, str) else None
+    header = _HEADER.match(_card_text(model))
     result = _LICENSE.search(header[0]) if header else None
     return result[1] if result else None
 
@@ -45,7 +45,7 @@ def card_of_merged(model: str, adapter: Path, dtype: str) -> str:
         f"{WEIGHTS}, SHA-256": file_digest(adapter / WEIGHTS),
         "weights": dtype,
     }
-    training = _HEADER.sub("", _own_card(adapter))
+    training = _HEADER.sub("", _card_text(adapter))
     title = f"# {rows['base']}, an adapter merged in"
     return f"{header(base, 'transformers', ['wgpu-lora'])}\n{title}\n\n{table(rows)}\n{training}"
 
@@ -59,13 +59,13 @@ def card_of_repository(title: str, model: str, adapters: Sequence[Path], files: 
     tags = ["lora", "wgpu-lora", *(["gguf"] if files else [])]
     parts = [f"{header(base, 'peft', tags)}\n# {title}\n\n{table(rows)}\n"]
     for path in adapters:
-        text = _HEADER.sub("", _own_card(path)).strip()
+        text = _HEADER.sub("", _card_text(path)).strip()
         lowered = re.sub(r"^(#+ )", r"#\1", text, flags=re.MULTILINE)
         parts.append(f"## {path.name}/\n\n{lowered}\n")
     return "\n".join(parts)
 
 
-def _own_card(directory: Path) -> str:
+def _card_text(directory: Path) -> str:
     """The card of an adapter or a model. Empty if there is none, if it is PEFT's unfilled form, or a link."""
     path = directory / CARD
     if not path.is_file() or links_outside(path, directory):

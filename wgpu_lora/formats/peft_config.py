@@ -87,9 +87,9 @@ class AdapterConfig:
         """
         tables = (self.rank_pattern, self.alpha_pattern)
         result = first_matches([list(table) for table in tables], modules, endings=True)
-        for known, table, numbers in zip(self._matched, tables, result, strict=True):
+        for cache, table, numbers in zip(self._matched, tables, result, strict=True):
             values = list(table.values())
-            known.update({m: None if n is None else values[n] for m, n in zip(modules, numbers, strict=True)})
+            cache.update({m: None if n is None else values[n] for m, n in zip(modules, numbers, strict=True)})
 
     @cached_property
     def _matched(self) -> tuple[dict[str, float | None], dict[str, float | None]]:
@@ -99,10 +99,10 @@ class AdapterConfig:
     def _of(self, name: str, module: str, default: float) -> float:
         if not getattr(self, name):
             return default
-        known = self._matched[name == "alpha_pattern"]
-        if module not in known:
+        cache = self._matched[name == "alpha_pattern"]
+        if module not in cache:
             self.match([module])
-        value = known[module]
+        value = cache[module]
         return default if value is None else value
 
 

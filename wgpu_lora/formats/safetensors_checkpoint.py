@@ -52,7 +52,7 @@ class WeightSource(Protocol):
 class Checkpoint:
     """The safetensors shards of a model directory.
 
-    others: the tensors of other parts of a larger model, by their names in the files (`naming.skipped`).
+    skipped: the tensors of other parts of a larger model, by their names in the files (`naming.skipped`).
 
     Raises:
         UserError: the directory, its index or a shard is missing or damaged.
@@ -68,17 +68,19 @@ class Checkpoint:
             stored = read_header(self.shards[0])
         else:
             self.shards, stored = _read_index(self.directory)
-        self.others = {name: entry for name, entry in stored.items() if naming.is_skipped(name)}
+        self.skipped = {name: entry for name, entry in stored.items() if naming.is_skipped(name)}
         self._entries: dict[str, TensorEntry] = {}
         self._renamed: dict[str, str] = {}  # beginning in the model -> in the files
-        for name in (name for name in stored if name not in self.others):
-            own = naming.own(name)
-            if own in self._entries:
-                raise UserError(f"{self.directory} holds {own} under two names: download or copy the model again.")
-            self._entries[own] = stored[name]
-        for theirs, ours in naming.renamed:
-            if any(name.startswith(theirs) for name in stored):
-                self._renamed[ours] = theirs
+        for name in (name for name in stored if name not in self.skipped):
+            model_name = naming.model_name(name)
+            if model_name in self._entries:
+                raise UserError(
+                    f"{self.directory} holds {model_name} under two names: download or copy the model again."
+                )
+            self._entries[model_name] = stored[name]
+        for stored_prefix, prefix in naming.renamed:
+            if any(name.startswith(stored_prefix) for name in stored):
+                self._renamed[prefix] = stored_prefix
 
     def names(self) -> list[str]:
         """The tensors' names, sorted."""
@@ -89,9 +91,9 @@ class Checkpoint:
 
     def stored_name(self, name: str) -> str:
         """How the files name a tensor of the model, or would name another one of the same module."""
-        for ours, theirs in self._renamed.items():
-            if name.startswith(ours):
-                return theirs + name[len(ours) :]
+        for prefix, stored_prefix in self._renamed.items():
+            if name.startswith(prefix):
+                return stored_prefix + name[len(prefix) :]
         return name
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -74,8 +74,8 @@ def check_digest(path: Path) -> None:
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        stated = (json.loads(file.read(length)).get("__metadata__") or {}).get(DIGEST)
-        if stated is not None and hashlib.file_digest(file, "sha256").hexdigest() != stated:
+        expected = (json.loads(file.read(length)).get("__metadata__") or {}).get(DIGEST)
+        if expected is not None and hashlib.file_digest(file, "sha256").hexdigest() != expected:
             raise UserError(f"{path} is damaged, since its values are not those that were written: copy it again.")
 
 

@@ -84,7 +84,7 @@ def answer_slots(
     ids = prompt_ids(tokenizer, prompts, settings, directories)
     samplers = [settings.sampler] * len(ids) if seeds is None else [replace(settings.sampler, seed=s) for s in seeds]
     result: list[Answer] = []
-    done = 0
+    finished_tokens = 0
     with (
         adapters_on_device(model, directories) as adapters,
         open_generator(model, adapters, capacity_for(model, ids, settings), len(ids), batch, events) as generator,
@@ -97,13 +97,13 @@ def answer_slots(
             ):
                 if streamed and piece:
                     events.text(piece)
-                tokens = done + sum(len(reply.generation.token_ids) for reply in streams)
+                tokens = finished_tokens + sum(len(reply.generation.token_ids) for reply in streams)
                 events.answering(len(result), len(prompts), tokens)
-            done += sum(len(reply.generation.token_ids) for reply in streams)
+            finished_tokens += sum(len(reply.generation.token_ids) for reply in streams)
             for prompt, reply in zip(prompts[part], streams, strict=True):
                 result.append(answer_of(prompt, reply))
-                number, who = divmod(len(result) - 1, max(1, len(names)))
-                events.answered(number, names[who] if names else None, result[-1])
+                number, adapter_index = divmod(len(result) - 1, max(1, len(names)))
+                events.answered(number, names[adapter_index] if names else None, result[-1])
     return result
 
 
@@ -161,7 +161,7 @@ def capacity_for(model: LoadedModel, ids: Sequence[Sequence[int]], settings: Gen
 
 def replies(
     generator: Generator,
-    made: Sequence[StreamedAnswer],
+    answers: Sequence[StreamedAnswer],
     ids: Sequence[Sequence[int]],
     slots: Sequence[int | None],
     settings: GenerationOptions,
@@ -179,8 +179,8 @@ def replies(
     """
     assert len(ids) <= generator.batch
     read = streamed or bool(settings.stop)
-    results = [reply.generation for reply in made]
-    stop_ids = made[0].stop_ids
+    results = [reply.generation for reply in answers]
+    stop_ids = answers[0].stop_ids
     tokens = generator.tokens(
         ids,
         slots,
@@ -192,8 +192,8 @@ def replies(
         stopped=stopped,
     )
     for number, token in tokens:
-        yield number, made[number].push(token) if read else ""
-    for number, reply in enumerate(made):
+        yield number, answers[number].push(token) if read else ""
+    for number, reply in enumerate(answers):
         if read and (rest := reply.finish()):
             yield number, rest
 
@@ -243,7 +243,7 @@ class StreamedAnswer:
         self.generation = Generation(prompt_tokens)
         self._tokenizer, self._stop, self.stop_ids = tokenizer, stop, tokenizer.stop_ids
         self._decoder = StreamDecoder(tokenizer)
-        self._shown, self._held, self._cut = "", "", False
+        self._shown, self._pending, self._cut = "", "", False
 
     def push(self, token: int) -> str:
         """Add a token; returns the text that is certain now. A stop string ends the generation."""
@@ -254,13 +254,13 @@ class StreamedAnswer:
         return "" if self._cut else self._emit(self._decoder.flush(), True)
 
     def _emit(self, text: str, last: bool) -> str:
-        self._held += text
-        places = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
+        self._pending += text
+        places = [place for stop in self._stop if (place := self._pending.find(stop)) >= 0]
         if places:
             self._cut, self.generation.stop_reason = True, "stop"
-        keep = 0 if last else max((_overlap(self._held, stop) for stop in self._stop), default=0)
-        end = min(places) if places else len(self._held) - keep
-        text, self._held = self._held[:end], self._held[end:]
+        keep = 0 if last else max((_overlap(self._pending, stop) for stop in self._stop), default=0)
+        end = min(places) if places else len(self._pending) - keep
+        text, self._pending = self._pending[:end], self._pending[end:]
         self._shown += text
         return text
 

@@ -33,7 +33,7 @@ def input_moments(
     """The mean square of each input [in] of every linear layer, by the name of its matrix; loads the model if needed.
 
     Args:
-        rows: prompts and answers alike are counted, whatever their labels.
+        rows: prompts and answers both count, whatever their labels.
         batch_tokens: tokens computed at a time; more if a single row is longer.
         events: receives `loading` and `evaluating`.
 
@@ -50,31 +50,33 @@ def input_moments(
     decoder.hidden(Recorder(program), inputs, {})
     program.prune()
     plan, device = program.plan(), model.device
-    mine = (program.persistent_storages() | inputs.storages()) - model.decoder.storages()
+    storages = (program.persistent_storages() | inputs.storages()) - model.decoder.storages()
     arena, stack = Arena(device), ExitStack()
     try:
-        stack.enter_context(claim(device, model.bytes_to_load() + missing_bytes(mine) + sum(plan.sizes), "calibrating"))
+        stack.enter_context(
+            claim(device, model.bytes_to_load() + missing_bytes(storages) + sum(plan.sizes), "calibrating")
+        )
         stack.enter_context(verdicts_of(device).reported_to(events))
         check_tilings(device, [program])
         model.load_weights(events)
-        allocate(device, mine)
+        allocate(device, storages)
         arena = Arena(device, plan.sizes)
         program.build(arena)
         inputs.tables.upload(device)
         for tensor in squares.values():
             device.write(tensor.storage.buffer, np.zeros(tensor.size, np.float32))
-        done = 0
+        completed = 0
         for together in pack(lengths, range(len(rows)), tokens):
             inputs.upload(device, [Segment(rows[i].input_ids, None, None) for i in together])
             used = sum(lengths[i] for i in together)
             device.write(count.storage.buffer, np.array([used], np.uint32))
             program.run()
-            done += len(together)
-            events.evaluating(Evaluating(done, len(rows)))
+            completed += len(together)
+            events.evaluating(Evaluating(completed, len(rows)))
         return {name: read(device, tensor) / sum(lengths) for name, tensor in squares.items()}
     finally:
         arena.free()
-        release(device, mine)
+        release(device, storages)
         stack.close()
 
 

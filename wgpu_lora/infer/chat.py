@@ -60,13 +60,13 @@ class Chat:
         self._generator: Generator | None = None
         self._attempt = 0
         limit = model.config.max_position_embeddings
-        self._stated = max_length is not None
+        self._explicit_length = max_length is not None
         if max_length is not None and not 2 <= max_length <= limit:
             raise UserError(
                 f"{flag('max_length')} must be from 2 to {limit:,}, the limit of {model.name}, not {max_length:,}."
             )
         self.capacity = max_length or min(CAPACITY, limit)
-        self.shrunk = False  # the length was reduced to fit memory, and the user is not told yet
+        self.shrunk = False  # the length was reduced to fit memory, which the user has not been shown yet
         self._events = events
 
     @property
@@ -201,7 +201,7 @@ class Chat:
                     self._stack = stack.pop_all()
                     return self._generator
             except NoRoomError:
-                if self._stated or self.capacity <= LEAST:
+                if self._explicit_length or self.capacity <= LEAST:
                     raise
             self.capacity, self.shrunk = max(LEAST, self.capacity // 2), True
 
@@ -288,13 +288,16 @@ def rows_of(lanes: Iterable[ChatHistory], system: str | None, templated: bool) -
     rows: list[dict[str, Any]] = []
     every = [lane for lane in lanes if lane.messages]
     for lane in every:
-        who = {"adapter": lane.name} if len(every) > 1 else {}
+        adapter_field = {"adapter": lane.name} if len(every) > 1 else {}
         if templated:
             before = [{"role": "system", "content": system}] if system is not None else []
-            rows.append({"messages": [*before, *lane.messages], **who})
+            rows.append({"messages": [*before, *lane.messages], **adapter_field})
         else:
             pairs = zip(lane.messages[::2], lane.messages[1::2], strict=True)
-            rows += [{"prompt": question["content"], "completion": text["content"], **who} for question, text in pairs]
+            rows += [
+                {"prompt": question["content"], "completion": text["content"], **adapter_field}
+                for question, text in pairs
+            ]
     return rows
 
 

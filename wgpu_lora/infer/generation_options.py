@@ -96,9 +96,9 @@ def generation_options(options: Mapping[str, Any], where: str) -> GenerationOpti
     Raises:
         UserError: a name is unknown (the nearest one is suggested), or a value is invalid.
     """
-    known = [f.name for f in fields(GenerationOptions)]
+    names = [f.name for f in fields(GenerationOptions)]
     with naming(PYTHON):
-        return GenerationOptions(**real_names(options, known, where, otherwise=f"the options are {', '.join(known)}."))
+        return GenerationOptions(**real_names(options, names, where, otherwise=f"the options are {', '.join(names)}."))
 
 
 def parsed(name: str, text: str) -> Any:

@@ -59,8 +59,8 @@ class State:
             raise BindingTooLarge(whole, nbytes, max_binding)
 
     def storages(self) -> set[Storage]:
-        own = {tensor.storage for tensor in (self.last, *self.logits)}
-        return own | self.cache.storages() | self.tables.storages()
+        outputs = {tensor.storage for tensor in (self.last, *self.logits)}
+        return outputs | self.cache.storages() | self.tables.storages()
 
     def upload(self, device: Device) -> None:
         """Upload constant data."""
@@ -89,7 +89,7 @@ class Step:
         adapters: AdapterSet | None,
         state: State,
         tokens: int,
-        kept: SharedTensors,
+        shared_tensors: SharedTensors,
     ):
         self.device, self.state, self.tokens = device, state, tokens
         config, slots = decoder.config, len(adapters.specs) if adapters else 1
@@ -101,7 +101,7 @@ class Step:
         self.cache_rows, self.picked = indices("cache rows", tokens), indices("picked", state.batch)
         self.newest = indices("newest", state.batch) if state.cache.by_sequence else None
         self.program = Program(device, f"step of {tokens} rows")
-        recorder = Recorder(self.program, kept=kept)
+        recorder = Recorder(self.program, kept=shared_tensors)
         caches = tuple(state.cache.layer(i, self.cache_rows, self.newest) for i in range(config.num_hidden_layers))
         hidden = decoder.hidden(recorder, self.inputs, adapters.bind(self.inputs) if adapters else {}, caches)
         cols = config.hidden_size
@@ -109,8 +109,8 @@ class Step:
 
     def storages(self) -> set[Storage]:
         """All storage that `upload` fills."""
-        own = (self.cache_rows, self.picked, *([self.newest] if self.newest else []))
-        return self.inputs.placed() | {tensor.storage for tensor in own}
+        indices = (self.cache_rows, self.picked, *([self.newest] if self.newest else []))
+        return self.inputs.placed() | {tensor.storage for tensor in indices}
 
     def upload(
         self,
@@ -139,10 +139,10 @@ class Step:
         slot_ranges = np.zeros(inputs.slot_ranges.shape, np.int64)
         of_rows = np.array([-1 if slot is None else slot for slot in slots])[sequences]
         for slot in range(slot_ranges.shape[0]):
-            mine = np.flatnonzero(of_rows == slot)
-            if mine.size:
-                assert mine[-1] - mine[0] == mine.size - 1, "tokens are not ordered by slot"
-                slot_ranges[slot] = mine[0], mine[-1] + 1
+            slot_rows = np.flatnonzero(of_rows == slot)
+            if slot_rows.size:
+                assert slot_rows[-1] - slot_rows[0] == slot_rows.size - 1, "tokens are not ordered by slot"
+                slot_ranges[slot] = slot_rows[0], slot_rows[-1] + 1
         write(device, inputs.slot_ranges, slot_ranges)
         write(device, self.picked, picked)
         if self.newest:
@@ -159,7 +159,7 @@ class Programs:
     prefill: tuple[Step, ...]
     decode: Step
     head: Program
-    kept: Program
+    shared: Program
 
     @classmethod
     def record(
@@ -178,14 +178,14 @@ class Programs:
         Raises:
             BindingTooLarge: a tensor of a layer's state exceeds a binding.
         """
-        state, kept = State.declare(decoder, batch, capacity), SharedTensors(device)
+        state, shared_tensors = State.declare(decoder, batch, capacity), SharedTensors(device)
         state.check(device.max_binding)
         useful = [size for size, before in zip(buckets, (0, *buckets), strict=False) if before < batch * capacity]
-        *prefill, decode = [Step(device, decoder, adapters, state, size, kept) for size in [*useful, batch]]
-        return cls(state, tuple(prefill), decode, state.record_head(device, decoder), kept.program)
+        *prefill, decode = [Step(device, decoder, adapters, state, size, shared_tensors) for size in [*useful, batch]]
+        return cls(state, tuple(prefill), decode, state.record_head(device, decoder), shared_tensors.program)
 
     def all(self) -> list[Program]:
-        return [self.kept, self.head, *(step.program for step in (*self.prefill, self.decode))]
+        return [self.shared, self.head, *(step.program for step in (*self.prefill, self.decode))]
 
     def storages(self) -> set[Storage]:
         """All storage that is not in an arena, including weights and adapters."""

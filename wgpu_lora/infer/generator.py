@@ -70,7 +70,7 @@ class Generator:
         self.arena, self._claim = Arena(self.device), ExitStack()
         self._built: set[Program] = set()
         # The adapter and the tokens whose keys and values the cache holds, by sequence.
-        self._held: dict[int, tuple[int | None, np.ndarray]] = {}
+        self._contents: dict[int, tuple[int | None, np.ndarray]] = {}
         try:
             need = model.bytes_to_load() + missing_bytes(self._owned) + sum(sizes)
             self._claim.enter_context(claim(self.device, need, "generating"))
@@ -79,8 +79,8 @@ class Generator:
             allocate(self.device, self._owned)
             self.arena = Arena(self.device, sizes)
             self.state.upload(self.device)
-            self._build(programs.kept)
-            programs.kept.run()
+            self._build(programs.shared)
+            programs.shared.run()
         except BaseException:
             self.close()
             raise
@@ -167,7 +167,7 @@ class Generator:
         assert len(prompts) <= self.batch
         available = len(self.adapters.specs) if self.adapters else 0
         check_prompts(prompts, slots, 1, self.model.config.vocab_size, available, self.capacity)
-        self._held.clear()
+        self._contents.clear()
         self._run_prompts([np.asarray(prompt, np.int64) for prompt in prompts], slots, [0] * len(prompts))
         return self.state.read_logits(self.device)[: len(prompts)]
 
@@ -194,8 +194,8 @@ class Generator:
         reuse: bool,
         stopped: Callable[[], bool],
     ) -> Iterator[tuple[int, int]]:
-        starts = [self._known(i, run) if reuse else 0 for i in range(len(run.prompts))]
-        self._held.clear()  # an interruption leaves the cache in an unknown state
+        starts = [self._cached_tokens(i, run) if reuse else 0 for i in range(len(run.prompts))]
+        self._contents.clear()  # an interruption leaves the cache in an unknown state
         seconds = self._run_prompts(run.prompts, run.slots, starts, stopped)
         if seconds is None:
             for result in run.results:
@@ -229,11 +229,11 @@ class Generator:
                 result.stop_reason = result.stop_reason or "interrupt"
                 result.decode_speed = decoded / decode_seconds if decoded else 0.0
                 # The newest token enters the cache only when the next one is computed.
-                self._held[i] = run.slots[i], run.ids(i)[: run.length(i) - 1]
+                self._contents[i] = run.slots[i], run.ids(i)[: run.length(i) - 1]
 
-    def _known(self, index: int, run: GenerationBatch) -> int:
+    def _cached_tokens(self, index: int, run: GenerationBatch) -> int:
         """Tokens of a prompt that are already in the cache of its sequence, without the last one of the prompt."""
-        slot, tokens = self._held.get(index, (None, np.zeros(0, np.int64)))
+        slot, tokens = self._contents.get(index, (None, np.zeros(0, np.int64)))
         prompt = run.prompts[index]
         if slot != run.slots[index]:
             return 0
@@ -394,8 +394,8 @@ def reusable_prefix(cached: np.ndarray, prompt: np.ndarray, rewinds: bool, switc
         return 0
     size = min(cached.size, prompt.size - 1)
     differing = np.flatnonzero(cached[:size] != prompt[:size])
-    known = int(differing[0]) if differing.size else size
-    return known if rewinds or known == cached.size else 0
+    prefix = int(differing[0]) if differing.size else size
+    return prefix if rewinds or prefix == cached.size else 0
 
 
 def check_prompts(

@@ -102,8 +102,8 @@ class Evaluator:
             UserError: no row has a trained token.
         """
         assert slot is None or self.adapters, "there is no adapter to evaluate"
-        total, tokens, done = 0.0, 0, 0
-        watch(done)
+        total, tokens, completed = 0.0, 0, 0
+        watch(completed)
         for together in pack([len(row.input_ids) for row in rows], range(len(rows)), self.inputs.tokens):
             segments = [Segment(rows[i].input_ids, rows[i].labels, slot) for i in together]
             count = int(self.inputs.upload(self.device, segments).max())
@@ -113,8 +113,8 @@ class Evaluator:
             # Summed in float64: a float32 total over many batches would lose precision.
             total -= float(self.device.read(self._total.storage.buffer, 4).view(np.float32)[0])
             tokens += count
-            done += len(together)
-            watch(done)
+            completed += len(together)
+            watch(completed)
         if not tokens:
             raise UserError("The rows to evaluate have no trained tokens: check their labels, or use other data.")
         return total / tokens, tokens
@@ -142,23 +142,23 @@ def evaluate(
     tokens = max([*prepared.lengths, min(batch_tokens, prepared.total_tokens)])
     evaluator = Evaluator(model, adapters if slot is not None else None, tokens)
     plan = evaluator.program.plan()
-    mine = {s for s in evaluator.storages() - model.decoder.storages() if s.buffer is None}
+    storages = {s for s in evaluator.storages() - model.decoder.storages() if s.buffer is None}
     arena, stack = Arena(model.device), ExitStack()
     try:
-        need = model.bytes_to_load() + missing_bytes(mine) + sum(plan.sizes)
+        need = model.bytes_to_load() + missing_bytes(storages) + sum(plan.sizes)
         stack.enter_context(claim(model.device, need, "evaluating"))
         stack.enter_context(verdicts_of(model.device).reported_to(events))
         check_tilings(model.device, [evaluator.program])
         model.load_weights(events)
         begin = time.perf_counter()
-        allocate(model.device, mine)
+        allocate(model.device, storages)
         arena = Arena(model.device, plan.sizes)
         evaluator.build(arena)
         total = len(prepared.rows)
-        loss, trained = evaluator.loss(prepared.rows, slot, lambda done: events.evaluating(Evaluating(done, total)))
+        loss, trained = evaluator.loss(prepared.rows, slot, lambda rows: events.evaluating(Evaluating(rows, total)))
     finally:
         arena.free()
-        release(model.device, mine)
+        release(model.device, storages)
         stack.close()
     seconds = time.perf_counter() - begin
     return Evaluation(loss, _perplexity(loss), trained, len(prepared.rows), seconds, prepared.max_length)

@@ -29,8 +29,8 @@ MAX_TEXT_BYTES = 256 << 20
 
 
 def _of_prompt(row: Fields) -> Any:
-    """A row to train on is continued as text, as in training; a prompt alone is asked as any other."""
-    prompt, answer = row["prompt"], row.given.get("completion")
+    """A training row is continued as text, as in training; a row with only a prompt is like any other prompt."""
+    prompt, answer = row["prompt"], row.columns.get("completion")
     return Completion(prompt, answer) if isinstance(prompt, str) and isinstance(answer, str) else prompt
 
 
@@ -123,10 +123,10 @@ def _is_answer(message: Any) -> bool:
 
 def row_of(request: Request, answer: Answer, name: str | None = None) -> dict[str, Any]:
     """A row of the output: the input row and the answer; `name` is the adapter's, if there are several."""
-    kept = {key: value for key, value in request.row.items() if key not in (*ANSWERED, "adapter")}
-    who = {} if name is None else {"adapter": name}
+    input_fields = {key: value for key, value in request.row.items() if key not in (*ANSWERED, "adapter")}
+    adapter_field = {} if name is None else {"adapter": name}
     fields = {"response": answer.text, "tokens": len(answer.token_ids), "stop_reason": answer.stop_reason}
-    return {**kept, **who, **fields}
+    return {**input_fields, **adapter_field, **fields}
 
 
 def to_jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:
@@ -141,9 +141,9 @@ def kept_on_failure(
     try:
         yield
     except BaseException:
-        done = rows() if path else []
-        if path and done:
+        answers = rows() if path else []
+        if path and answers:
             part = numbered(path.with_name(f"{path.name}.part"))
-            write_new_bytes(part, to_jsonl(done), flag("output"))
-            say(f"{count_noun(len(done), 'answer')} so far: {part}")
+            write_new_bytes(part, to_jsonl(answers), flag("output"))
+            say(f"{count_noun(len(answers), 'answer')} so far: {part}")
         raise

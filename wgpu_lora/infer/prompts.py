@@ -104,11 +104,11 @@ WORDINGS = {
 
 
 def prompt_notes(
-    tokenizer: Tokenizer, prompts: Sequence[Prompt], stated: str | None, adapters: Iterable[str | Path]
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], prompt_format: str | None, adapters: Iterable[str | Path]
 ) -> list[str]:
-    """Notes on how prompts are formatted, which the user cannot see. stated: the prompt format that the user chose."""
+    """Notes on how prompts are formatted, which the user cannot see. prompt_format: the one that the user chose."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    trained = None if stated or not texts else trained_prompt_format(adapters)
+    trained = None if prompt_format or not texts else trained_prompt_format(adapters)
     notes = [WORDINGS[trained]] if trained in WORDINGS else []
     opening = tokenizer.prefix_ids
     if opening and any(tokenizer.encode(text)[:1] == opening[:1] for text in texts):
@@ -129,10 +129,10 @@ def trained_prompt_format(adapters: Iterable[str | Path]) -> str | None:
 def _recorded_format(adapter: Path) -> str | None:
     for name in ("run.json", "metadata.json"):
         try:
-            stated = read_json(adapter / name).get("data")
+            data = read_json(adapter / name).get("data")
         except UserError:
             continue
-        value = stated.get("prompt_format") if isinstance(stated, dict) else None
+        value = data.get("prompt_format") if isinstance(data, dict) else None
         if value in PROMPT_FORMATS:
             return str(value)
     return None

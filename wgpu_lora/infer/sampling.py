@@ -99,9 +99,9 @@ class Sampler:
         probabilities = weights / weights.sum()
         if self.top_p < 1:
             before = np.cumsum(probabilities) - probabilities
-            kept = max(1, int(np.count_nonzero(before < self.top_p)))
-            ids, probabilities = ids[:kept], probabilities[:kept] / probabilities[:kept].sum()
+            count = max(1, int(np.count_nonzero(before < self.top_p)))
+            ids, probabilities = ids[:count], probabilities[:count] / probabilities[:count].sum()
         if self.min_p > 0:
-            kept = max(1, int(np.count_nonzero(probabilities >= self.min_p * probabilities[0])))
-            ids, probabilities = ids[:kept], probabilities[:kept] / probabilities[:kept].sum()
+            count = max(1, int(np.count_nonzero(probabilities >= self.min_p * probabilities[0])))
+            ids, probabilities = ids[:count], probabilities[:count] / probabilities[:count].sum()
         return ids, probabilities

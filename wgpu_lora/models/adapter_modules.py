@@ -23,7 +23,7 @@ def read_adapter_for(
     """Reads a PEFT adapter of a model, as `formats.peft.read_adapter` does.
 
     Modules may also have the names of a larger model that this one is part of (`ModelConfig.STORED`), as PEFT gives
-    them over `AutoModelForImageTextToText`. What is returned has the model's own names everywhere.
+    them over `AutoModelForImageTextToText`. The result has the model's names everywhere.
 
     Args:
         model: names the model in errors.
@@ -34,17 +34,17 @@ def read_adapter_for(
         NotFiniteError: a value is NaN or infinite.
     """
     adapter_config, stored = read_adapter(adapter, contents)
-    names = {theirs: config.STORED.own(theirs) for theirs in stored}
+    names = {stored_name: config.STORED.model_name(stored_name) for stored_name in stored}
     matrices: dict[str, tuple[np.ndarray, ...]] = {}
-    for theirs, ours in sorted(names.items(), key=lambda pair: in_order(pair[1])):
-        if ours in matrices:
-            raise UserError(f"The adapter {adapter} holds {ours} under two names: save it again, or use another.")
-        matrices[ours] = stored[theirs]
+    for stored_name, name in sorted(names.items(), key=lambda pair: in_order(pair[1])):
+        if name in matrices:
+            raise UserError(f"The adapter {adapter} holds {name} under two names: save it again, or use another.")
+        matrices[name] = stored[stored_name]
     check_adapter_shapes(config, matrices, adapter, model)
     return adapter_config if matrices.keys() == stored.keys() else _renamed(adapter_config, names, config), matrices
 
 
-def _renamed(said: AdapterConfig, names: Mapping[str, str], config: ModelConfig) -> AdapterConfig:
+def _renamed(adapter_config: AdapterConfig, names: Mapping[str, str], config: ModelConfig) -> AdapterConfig:
     """The config of an adapter whose modules, old name -> new, were renamed: the same ranks and alphas by new patterns.
 
     The old patterns may be any expressions over the old names, so they are evaluated instead of rewritten.
@@ -52,14 +52,14 @@ def _renamed(said: AdapterConfig, names: Mapping[str, str], config: ModelConfig)
 
     def patterns(value_of: Callable[[str], float], usual: float) -> dict[str, float]:
         modules: dict[float, list[str]] = {}
-        for theirs, ours in names.items():
-            modules.setdefault(value_of(theirs), []).append(ours)
+        for old, new in names.items():
+            modules.setdefault(value_of(old), []).append(new)
         return {expression(some, config): value for value, some in modules.items() if value != usual}
 
-    ranks = {pattern: int(rank) for pattern, rank in patterns(said.rank, said.r).items()}
-    alphas = patterns(said.alpha, said.lora_alpha)
+    ranks = {pattern: int(rank) for pattern, rank in patterns(adapter_config.rank, adapter_config.r).items()}
+    alphas = patterns(adapter_config.alpha, adapter_config.lora_alpha)
     targets = target_modules_text(names.values(), config)
-    return replace(said, target_modules=targets, rank_pattern=ranks, alpha_pattern=alphas)
+    return replace(adapter_config, target_modules=targets, rank_pattern=ranks, alpha_pattern=alphas)
 
 
 def check_adapter_shapes(
@@ -136,15 +136,15 @@ def resolve_target_modules(target_modules: str, config: ModelConfig) -> list[str
                 f"such as {modules[0]}, or name modules, or use '{ALL}'."
             )
         return chosen
-    wanted: set[str] = set()
+    targets: set[str] = set()
     for name in names:
-        named = [module for module in modules if _ends_with(module, name)]
-        named = named or [module for module in modules if config.layer_part(module) == name]
-        if not named:
+        matches = [module for module in modules if _ends_with(module, name)]
+        matches = matches or [module for module in modules if config.layer_part(module) == name]
+        if not matches:
             there = ", ".join((*shortest(modules, config), *config.LAYER_PARTS))
             raise UserError(f"{flag('target_modules')} has no '{name:.40}': choose among {there}, or '{ALL}'.")
-        wanted.update(named)
-    return [module for module in modules if module in wanted]
+        targets.update(matches)
+    return [module for module in modules if module in targets]
 
 
 def shortest(modules: Collection[str], config: ModelConfig) -> tuple[str, ...]:

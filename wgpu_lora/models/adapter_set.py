@@ -40,9 +40,9 @@ class SlotSpec:
 
     @classmethod
     def of(cls, config: AdapterConfig, modules: Iterable[str]) -> SlotSpec:
-        named = list(modules)
-        scaling = {module: config.scaling(module) for module in named}
-        return cls(max(map(config.rank, named)), scaling, config.use_dora)
+        paths = list(modules)
+        scaling = {module: config.scaling(module) for module in paths}
+        return cls(max(map(config.rank, paths)), scaling, config.use_dora)
 
 
 @dataclass(frozen=True)
@@ -182,8 +182,8 @@ class AdapterSet:
     def factors_of(self, modules: Sequence[str], which: str) -> Factors:
         """Views of one of the PARTS of successive modules of a stack."""
         factor = self.factors[modules[0], which]
-        own = BLOCK * sum(self.factors[module, which].blocks for module in modules)
-        size, name = (len(self.specs) - 1) * factor.stride + own, f"{modules[0]}.{which}"
+        stack_size = BLOCK * sum(self.factors[module, which].blocks for module in modules)
+        size, name = (len(self.specs) - 1) * factor.stride + stack_size, f"{modules[0]}.{which}"
         params, grads = (
             Tensor((size,), "f32", pages[factor.page].storage, 4 * factor.offset, name)
             for pages in (self.params, self.grads)
@@ -235,8 +235,8 @@ class AdapterSet:
     def _place(self, module: str, which: str, slot: int) -> Place:
         factor, rank = self.factors[module, which], self.specs[slot].rank
         rows, cols = factor.shape
-        own = {"A": (rank, cols), "B": (rows, rank), "M": (cols,)}[which]
-        return Place(factor.page, factor.offset + slot * factor.stride, factor.shape, own)
+        stored_shape = {"A": (rank, cols), "B": (rows, rank), "M": (cols,)}[which]
+        return Place(factor.page, factor.offset + slot * factor.stride, factor.shape, stored_shape)
 
     def parts(self, slot: int) -> str:
         """Those of the PARTS that a slot's modules have."""
@@ -263,23 +263,23 @@ def _gains(slots: int, out: int, group: str, module: str) -> tuple[Tensor, Tenso
 def _stacks(
     config: ModelConfig, modules: Sequence[str], rank: int, fits: Callable[[Sequence[str]], bool]
 ) -> Iterator[tuple[str, ...]]:
-    """The modules in order, those of a stack together if their A are whole blocks, so that they are one matrix, and a
-    binding holds them."""
+    """The modules in order, those of a stack grouped if their A are whole blocks, so that they are one matrix, and fit
+    a binding."""
     stacks = {
-        f"{config.path(i)}.{first}": [f"{config.path(i)}.{module}" for module in (first, *others)]
+        f"{config.path(i)}.{first}": [f"{config.path(i)}.{module}" for module in (first, *rest)]
         for i in range(config.num_hidden_layers)
-        for first, *others in config.stacks(i)
+        for first, *rest in config.stacks(i)
     }
     of = {module: stack for stack in stacks.values() for module in stack}
-    done: set[str] = set()
+    finished: set[str] = set()
     for module in modules:
         whole = rank * config.lora_modules[module][1] % BLOCK == 0
         stack = tuple(one for one in of.get(module, [module]) if one in modules) if whole else (module,)
         if len(stack) > 1 and not fits(stack):
             stack = (module,)
-        if module not in done:
+        if module not in finished:
             yield stack
-            done.update(stack)
+            finished.update(stack)
 
 
 class Norms:
@@ -343,10 +343,10 @@ def fix_gains(model: LoadedModel, adapters: AdapterSet | None) -> None:
     if adapters is None or not adapters.gains:
         return
     norms, device = Norms(model, adapters, "workspace"), model.device
-    own = {storage for storage in norms.program.persistent_storages() if storage.buffer is None}
+    storages = {storage for storage in norms.program.persistent_storages() if storage.buffer is None}
     sizes = norms.program.plan().sizes
-    with claim(device, sum(storage.nbytes for storage in own) + sum(sizes), "DoRA's norms"):
-        allocate(device, own)
+    with claim(device, sum(storage.nbytes for storage in storages) + sum(sizes), "DoRA's norms"):
+        allocate(device, storages)
         arena = Arena(device, sizes)
         try:
             norms.measure()
@@ -355,4 +355,4 @@ def fix_gains(model: LoadedModel, adapters: AdapterSet | None) -> None:
         finally:
             norms.program.release()
             arena.free()
-            release(device, own)
+            release(device, storages)

@@ -233,14 +233,14 @@ class ForkPlacement:
         """The first sequence of a fork, including the common tokens."""
         span, rows = self._take(length), self.rows
         fork = span.stop - prefix
-        own, common = slice(span.start, fork), slice(fork, span.stop)
-        rows.positions[own], rows.positions[common] = np.arange(length)[prefix:][::-1], np.arange(prefix)
+        suffix, common = slice(span.start, fork), slice(fork, span.stop)
+        rows.positions[suffix], rows.positions[common] = np.arange(length)[prefix:][::-1], np.arange(prefix)
         rows.sequences[span] = rows.first_viewer[span] = span.start
-        rows.stop[own] = span.stop
+        rows.stop[suffix] = span.stop
         rows.first[common] = fork
         rows.last_viewer[common] = span.stop
         rows.lengths[span] = length
-        return np.concatenate([rows.keys[common], rows.keys[own][::-1]])
+        return np.concatenate([rows.keys[common], rows.keys[suffix][::-1]])
 
     def _tail(self, length: int, prefix: int) -> np.ndarray:
         """The second sequence of a fork."""

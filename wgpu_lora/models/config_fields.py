@@ -73,20 +73,20 @@ def packed(d: Mapping[str, Any], where: str) -> str | None:
     quantization = d.get("quantization_config")
     if not quantization:
         return None
-    stated = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
+    config = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
     forms = packed_forms()
     for form in forms.values():
-        if name := form.base_format(stated):
+        if name := form.base_format(config):
             return name
-    if stated.get("load_in_8bit"):
+    if config.get("load_in_8bit"):
         raise UserError(
             f"quantization_config in {where} says the weights are stored in 8 bits (LLM.int8), which is not supported: "
             "use the unquantised checkpoint, which is quantised on loading."
         )
-    kind = next((value for key, value in stated.items() if key.endswith("quant_type")), None)
+    kind = next((value for key, value in config.items() if key.endswith("quant_type")), None)
     titles = " or ".join(dict.fromkeys(form.title for form in forms.values()))
     raise UserError(
-        f"quantization_config in {where} says the weights are stored as {stated.get('quant_method')!r}"
+        f"quantization_config in {where} says the weights are stored as {config.get('quant_method')!r}"
         f"{f' ({kind})' if kind else ''}, which is not supported: use {titles}, or the "
         "unquantised checkpoint (BF16, F16 or F32), which is quantised on loading."
     )

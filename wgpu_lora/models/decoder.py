@@ -59,8 +59,8 @@ class Decoder:
             for name, item in parameters.items():
                 if item.kind in (MATRIX, KEPT):
                     out, size_in = item.shape
-                    own = base_dtype if item.kind == MATRIX else table_dtype
-                    weight = declare(own, (out, size_in), f"{path}.{name}", shared, stored)
+                    dtype = base_dtype if item.kind == MATRIX else table_dtype
+                    weight = declare(dtype, (out, size_in), f"{path}.{name}", shared, stored)
                     module = module_of(name)
                     linears[module] = Linear(weight, vectors.pop(f"{module}.bias", None))
             for stack in config.stacks(i):

@@ -63,9 +63,9 @@ class LoadedModel:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences for the user about what is not used of the model's files."""
-        others = self.checkpoint.others if isinstance(self.checkpoint, Checkpoint) else {}
-        notes = [note_of_skipped(others)] if others else []
+        """Sentences for the user about parts of the model's files that are not used."""
+        other_parts = self.checkpoint.skipped if isinstance(self.checkpoint, Checkpoint) else {}
+        notes = [note_of_skipped(other_parts)] if other_parts else []
         kinds = self.checkpoint.quantised if isinstance(self.checkpoint, GGUFCheckpoint) else []
         if kinds and self.decoder.base_dtype not in ("bf16", "f16", "f32"):
             notes.append(
@@ -83,10 +83,10 @@ class LoadedModel:
         """
         if self.weights_loaded:
             return
-        total, done = self.tensors_to_load(), count(1)
+        total, counter = self.tensors_to_load(), count(1)
 
         def loaded(tensor: str) -> None:
-            events.loading(self.name, tensor, next(done), total)
+            events.loading(self.name, tensor, next(counter), total)
 
         with claim(self.device, self.bytes_to_load(), f"the weights of {self.name}"):
             self.weights_sha256 = load_weights(self.device, self.checkpoint, self.decoder, loaded, self.importance)
@@ -270,8 +270,8 @@ class AuditedSource:
         self._waiting.append(self._pool.submit(_examine, name, sha, np.ascontiguousarray(values), dtype))
         return values
 
-    def _settle(self, left: int) -> None:
-        while len(self._waiting) > left:
+    def _settle(self, limit: int) -> None:
+        while len(self._waiting) > limit:
             self._waiting.popleft().result()
 
 

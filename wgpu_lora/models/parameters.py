@@ -25,13 +25,14 @@ PAGE_BLOCKS = 64  # pages are multiples of this, so that offsets into per-block 
 class Place:
     """Where an array is: its page, and its first value there, at a whole block.
 
-    shape: there, maybe padded with zeros. own: as files have it, its first rows and columns, or a single row [columns].
+    shape: there, maybe padded with zeros. stored_shape: in files, where it has the first rows and columns, or is a
+    single row [columns].
     """
 
     page: int
     first: int
     shape: tuple[int, int]
-    own: tuple[int, ...]
+    stored_shape: tuple[int, ...]
 
     @property
     def blocks(self) -> int:
@@ -47,9 +48,9 @@ class Place:
 
     def cropped(self, page: np.ndarray) -> np.ndarray:
         """The array, from the values of its page."""
-        rows, cols = self.own if len(self.own) == 2 else (1, *self.own)
+        rows, cols = self.stored_shape if len(self.stored_shape) == 2 else (1, *self.stored_shape)
         values = page[self.first : self.first + math.prod(self.shape)].reshape(self.shape)
-        return values[:rows, :cols].reshape(self.own).copy()
+        return values[:rows, :cols].reshape(self.stored_shape).copy()
 
 
 class ParameterSet(Protocol):

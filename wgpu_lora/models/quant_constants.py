@@ -139,4 +139,4 @@ class QuantConstants:
         return read_arrays(device, self.params, self.names)
 
     def trainable(self, slot: int, config: ModelConfig) -> int:
-        return sum(math.prod(place.own) for place in self.names.values())
+        return sum(math.prod(place.stored_shape) for place in self.names.values())

@@ -53,7 +53,7 @@ class Rope(NamedTuple):
     partial: float = 1.0
 
 
-def stated_rope(d: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def rope_fields(d: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """The object of config.json with rope parameters, which may be one for each type of layer. Raises UserError."""
     # transformers 5 writes everything to rope_parameters, earlier versions rope_theta and rope_scaling.
     for name in ("rope_parameters", "rope_scaling"):
@@ -81,7 +81,7 @@ def parse_rope(
     Raises:
         UserError: the rope type is not supported, or a field is invalid.
     """
-    rope = stated_rope(d, where)
+    rope = rope_fields(d, where)
     if any(isinstance(value, Mapping) and name.endswith("_attention") for name, value in rope.items()):
         raise UserError(f"rope_parameters in {where} differ by layer type, which is not supported: use another model.")
     theta = positive(rope.get("rope_theta", d.get("rope_theta", theta)), "rope_theta", where)
@@ -104,13 +104,13 @@ def check_pairs(head_dim: int, partial: float, where: str) -> None:
         )
 
 
-def _share(stated: Any, default: float | None, where: str) -> float:
-    if stated is None:
+def _share(value: Any, default: float | None, where: str) -> float:
+    if value is None:
         return 1.0 if default is None else default
-    share = positive(stated, "partial_rotary_factor", where)
+    share = positive(value, "partial_rotary_factor", where)
     if share > 1 or (share < 1 and default is None):
         most = "only 1.0 is" if default is None else "use at most 1"
-        raise UserError(f"partial_rotary_factor = {stated!r} in {where} is not supported: {most}.")
+        raise UserError(f"partial_rotary_factor = {value!r} in {where} is not supported: {most}.")
     return share
 
 
@@ -127,8 +127,8 @@ def _scaling(
         return None
     if rope_type == "yarn" and theta == 1:
         raise UserError(f"rope_theta in {where} is 1, which yarn cannot stretch: correct the file.")
-    stated = (place.get("original_max_position_embeddings") for place in (d, rope))
-    original = next((value for value in stated if value not in (None, 0)), max_position_embeddings)
+    lengths = (place.get("original_max_position_embeddings") for place in (d, rope))
+    original = next((value for value in lengths if value not in (None, 0)), max_position_embeddings)
     original = positive(original, "original_max_position_embeddings", where)
     factor = rope.get("factor")
     if factor is None and rope_type == "yarn":
@@ -316,7 +316,7 @@ def rope_table(config: Rotary) -> RopeTable:
 def parse_longrope(
     d: Mapping[str, Any], head_dim: int, partial: float, positions: int, where: str
 ) -> LongRopeScaling | None:
-    """Reads longrope's parameters; None if config.json states plain rotary embedding.
+    """Reads longrope's parameters; None if config.json has plain rotary embedding.
 
     Args:
         positions: max_position_embeddings.
@@ -324,7 +324,7 @@ def parse_longrope(
     Raises:
         UserError: the rope type is another one, or a field is missing or invalid.
     """
-    rope = stated_rope(d, where)
+    rope = rope_fields(d, where)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None

@@ -45,8 +45,8 @@ class Rows:
         lengths: np.ndarray | None = None,
     ) -> Rows:
         """Rows that see [first, keys]. last: one past the last row of the sequence. lengths: by default, up to it."""
-        known = positions + 1 if lengths is None else lengths
-        return cls(positions, sequences, keys, first, keys + 1, keys, last, known)
+        sequence_lengths = positions + 1 if lengths is None else lengths
+        return cls(positions, sequences, keys, first, keys + 1, keys, last, sequence_lengths)
 
     @cached_property
     def previous(self) -> np.ndarray:

@@ -24,7 +24,7 @@ from wgpu_lora.names.spelling import setting
 
 Message = dict[str, Any]
 Span = tuple[int, int]
-GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # variables of every template
+STANDARD_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # variables of every template
 
 DATE = "template_date"
 MAX_SOURCE = 1 << 17  # characters of a template; the longest published ones have about 20,000
@@ -133,7 +133,7 @@ def _as_templates_expect(messages: Iterable[Mapping[str, Any]]) -> list[Message]
 
 def check_variables(variables: Mapping[str, Any]) -> None:
     """Raise UserError if additional variables of a template are those that come from the row itself."""
-    if reserved := variables.keys() & GIVEN:
+    if reserved := variables.keys() & STANDARD_VARIABLES:
         raise UserError(
             f"chat_template_kwargs must not set {', '.join(sorted(reserved))}; they come from the row itself."
         )
@@ -155,9 +155,9 @@ def now() -> str:
 
 
 def template_kwargs(enable_thinking: bool | None, date: str | None) -> dict[str, Any]:
-    """Variables for the chat template, of those that are given. date: in ISO format, for `strftime_now`."""
-    given = {"enable_thinking": enable_thinking, DATE: date}
-    return {name: value for name, value in given.items() if value is not None}
+    """Variables for the chat template, without those that are None. date: in ISO format, for `strftime_now`."""
+    variables = {"enable_thinking": enable_thinking, DATE: date}
+    return {name: value for name, value in variables.items() if value is not None}
 
 
 def render(
@@ -175,8 +175,8 @@ def render(
         messages: `{"role": ..., "content": ...}` and other fields that the template uses (`tool_calls`, ...).
         tools: JSON schemas of the available functions.
         add_generation_prompt: end with the header of an assistant's turn.
-        variables: additional variables for the template (`enable_thinking`, ...); those in GIVEN are ignored. The value
-            of DATE is what `strftime_now` formats, in ISO format; by default, the time of the call.
+        variables: additional variables for the template (`enable_thinking`, ...); those in STANDARD_VARIABLES are
+            ignored. The value of DATE is what `strftime_now` formats, in ISO format; by default, the time of the call.
         special_tokens: variables that come with the model (`bos_token`, ...).
         origin: where the template comes from, for messages, such as ` in DIRECTORY`.
 
@@ -193,11 +193,11 @@ def render(
     pieces: list[str] = []
     ready = _as_templates_expect(messages)
     variables = dict(variables or {})
-    stated = variables.pop(DATE, None)
-    token, date = _recorder.set(recorder), _now.set(datetime.fromisoformat(stated) if stated else None)
+    date_text = variables.pop(DATE, None)
+    token, date = _recorder.set(recorder), _now.set(datetime.fromisoformat(date_text) if date_text else None)
     try:
-        given = dict(zip(GIVEN, (ready, tools, None, add_generation_prompt), strict=True))
-        for piece in template.generate({**(special_tokens or {}), **variables, **given}):
+        arguments = dict(zip(STANDARD_VARIABLES, (ready, tools, None, add_generation_prompt), strict=True))
+        for piece in template.generate({**(special_tokens or {}), **variables, **arguments}):
             pieces.append(piece)
             recorder.written += len(piece)
     except MemoryError:

@@ -40,7 +40,7 @@ class ConversationRows:
 
     def __init__(self, example: Conversation, tokenizer: Tokenizer, kwargs: dict[str, Any]) -> None:
         self.messages, self.trained_turns, self.tools = example.messages, sorted(example.trained), example.tools
-        self.tokenizer, self.kwargs, self.found = tokenizer, kwargs, TokenizedExample()
+        self.tokenizer, self.kwargs, self.result = tokenizer, kwargs, TokenizedExample()
         self.text, self.marks = tokenizer.render_with_spans(self.messages, self.tools, variables=kwargs)
         self._before, self._after = lru_cache(4)(self._text_before), lru_cache(4)(self._text_after)
 
@@ -53,8 +53,8 @@ class ConversationRows:
         )
         if not completion_only_loss:
             ids = self.tokenizer.encode(text)
-            self.found.pairs = [self._with_end(ids, list(ids), text) if answered else (ids, list(ids))]
-            return self.found
+            self.result.pairs = [self._with_end(ids, list(ids), text) if answered else (ids, list(ids))]
+            return self.result
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         spans = self._marked(self.marks)
         if not spans:
@@ -63,13 +63,13 @@ class ConversationRows:
         if spans is not None:
             spans = [span for span in spans if self._is_answer(text[span[0] : span[1]])]
             labels = _inside(ids, offsets, spans)
-            self.found.pairs = [self._with_end(ids, labels, text) if answered else (ids, labels)]
-            return self.found
+            self.result.pairs = [self._with_end(ids, labels, text) if answered else (ids, labels)]
+            return self.result
         self._check_size(text, MAX_IN_ROWS)
         for turn in self.trained_turns:
             if pair := self._row_up_to_turn(turn):
-                self.found.pairs.append(pair)
-        return self.found
+                self.result.pairs.append(pair)
+        return self.result
 
     def _leave_out_lost_answers(self, completion_only_loss: bool) -> None:
         """Note what the template does not render, and do not train on answers of which it leaves something out.
@@ -86,7 +86,7 @@ class ConversationRows:
                 f"The chat template{self.tokenizer.template_origin} renders none of a conversation's messages; use the "
                 "template that the model was published with."
             )
-        self.found.unrendered |= {*map(self._called, lost), *(f"a part of {self._called(part)}" for part in shortened)}
+        self.result.unrendered |= {*map(self._called, lost), *(f"a part of {self._called(part)}" for part in shortened)}
         silent = {i: field for i, field, _ in sorted(lost) if i in self.trained_turns and field in (CONTENT, CALLS)}
         if silent and (self.trained_turns[-1] in silent or not completion_only_loss):
             turn = self.trained_turns[-1] if self.trained_turns[-1] in silent else max(silent)
@@ -95,7 +95,7 @@ class ConversationRows:
                 "model whose template does, or leave the row out."
             )
         self.trained_turns = [turn for turn in self.trained_turns if turn not in silent]
-        self.found.untrained_turns = len(silent)
+        self.result.untrained_turns = len(silent)
 
     def _called(self, part: Part) -> str:
         """The name of a part for messages."""
@@ -109,13 +109,13 @@ class ConversationRows:
         """Whether trained text is more than end tokens and marks of reasoning; else it is counted, or refused."""
         for token in self.tokenizer.special_texts:
             text = text.replace(token, "")
-        stated = all((self.messages[turn]["content"] or "").strip() for turn in self.trained_turns)
-        if not stated or MARKER.sub("", text).strip():
+        all_have_text = all((self.messages[turn]["content"] or "").strip() for turn in self.trained_turns)
+        if not all_have_text or MARKER.sub("", text).strip():
             return True
         if len(self.trained_turns) == 1:
             raise UserError("the chat template renders the answer as an empty one; use a template that keeps its text.")
-        self.found.untrained_turns += 1
-        self.found.unrendered.add("answers")
+        self.result.untrained_turns += 1
+        self.result.unrendered.add("answers")
         return False
 
     def _with_end(self, ids: list[int], labels: list[int], text: str) -> Pair:
@@ -124,14 +124,14 @@ class ConversationRows:
         end = len(ids) - next((i for i, label in enumerate(labels[::-1]) if label != UNTRAINED), 0)
         if text.rstrip().endswith(tokenizer.end_texts):
             if end < len(ids) and ids[end - 1] not in tokenizer.special_ids | tokenizer.stop_ids:
-                self.found.remarks.add(
+                self.result.remarks.add(
                     "the chat template's {% generation %} marks leave out the token that ends an answer"
                 )
             return ids, labels
         if (eos := tokenizer.eos_id) is None:
-            self.found.remarks.add("neither the chat template nor the tokenizer has a token that ends an answer")
+            self.result.remarks.add("neither the chat template nor the tokenizer has a token that ends an answer")
             return ids, labels
-        self.found.remarks.add("the chat template ends answers without an end token; eos is added behind the last one")
+        self.result.remarks.add("the chat template ends answers without an end token; eos is added behind the last one")
         return [*ids[:end], eos], [*labels[:end], eos]
 
     def _check_size(self, text: str, most: int) -> None:

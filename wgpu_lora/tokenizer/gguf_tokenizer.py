@@ -45,14 +45,14 @@ class Splitting:
     notes: tuple[str, ...] = ()
 
 
-def splitting_of(stated: Mapping[str, Any], where: str) -> Splitting:
+def splitting_of(document: Mapping[str, Any], where: str) -> Splitting:
     """The splitting of a parsed tokenizer.json, called `where`; UserError if llama.cpp has no such tokenizer."""
-    model = stated.get("model") or {}
+    model = document.get("model") or {}
     if model.get("type") != "BPE":
         kind = model.get("type")
         raise UserError(f"{where} is of type {kind!r}, but only BPE can be exported: use merge instead.")
-    pieces = _steps(stated.get("pre_tokenizer"), "pretokenizers")
-    changes = _steps(stated.get("normalizer"), "normalizers")
+    pieces = _steps(document.get("pre_tokenizer"), "pretokenizers")
+    changes = _steps(document.get("normalizer"), "normalizers")
     result = None
     if pieces and pieces[-1].get("type") == "ByteLevel":
         result = _byte_level_splitting(model, pieces, changes)
@@ -100,7 +100,7 @@ def _as_llama_cpp(name: str, model: Mapping[str, Any]) -> Splitting:
     notes = [MARKS] if name == "tekken" else []
     if bool(model.get("ignore_merges")) == (name in WHOLE_PIECES):
         return Splitting("gpt2", name, notes=tuple(notes))
-    apart = _made_by_no_merges(model)
+    apart = _unreachable_token(model)
     if apart is not None:
         notes.append(
             f"no merges produce the token {apart!r}: llama.cpp may tokenise texts that contain it differently."
@@ -108,7 +108,7 @@ def _as_llama_cpp(name: str, model: Mapping[str, Any]) -> Splitting:
     return Splitting("gpt2", name, notes=tuple(notes))
 
 
-def _made_by_no_merges(model: Mapping[str, Any]) -> str | None:
+def _unreachable_token(model: Mapping[str, Any]) -> str | None:
     """The first token that merging alone does not produce, if any."""
     texts = list(model["vocab"])
     try:
@@ -203,7 +203,7 @@ def read_tokenizer(header: Header, vocab_size: int, pre: str | None = None) -> T
         document["added_tokens"] = _added_tokens(vocabulary)
         document["post_processor"] = _post_processor(vocabulary, add_bos)
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
-        special = {f"{name}_token": text for name, theirs in names.items() if (text := vocabulary.special(theirs))}
+        special = {f"{name}_token": text for name, key in names.items() if (text := vocabulary.special(key))}
         ends = [vocabulary.ids[text] for text in vocabulary.of_type(_CONTROL, _USER_DEFINED) if text in _ENDS]
         return Tokenizer(
             TokenizerProcess(json.dumps(document)),
@@ -223,8 +223,8 @@ def _vocabulary(header: Header, vocab_size: int) -> _Vocabulary:
     tokens = list(header.strings("tokenizer.ggml.tokens", min(vocab_size, _MAX_TOKENS)) or ())
     if not tokens:
         raise UserError(f"{path} has a tokenizer without tokens: use another conversion of the model.")
-    stated = header.numbers("tokenizer.ggml.token_type", len(tokens))
-    types = [_NORMAL] * len(tokens) if stated is None else stated.tolist()
+    numbers = header.numbers("tokenizer.ggml.token_type", len(tokens))
+    types = [_NORMAL] * len(tokens) if numbers is None else numbers.tolist()
     if (
         header.values.get("tokenizer.ggml.model") == "llama"
         and header.values.get("tokenizer.ggml.add_space_prefix") is False
@@ -275,7 +275,7 @@ def _byte_level(vocabulary: _Vocabulary, pre: str | None) -> tuple[Document, boo
         steps.append(split)
     steps.append(_bytes_only(use_regex=pre not in _REGEXES))
     return {
-        "model": _bpe(vocabulary, _stated_merges(vocabulary) or [], ignore_merges=pre in WHOLE_PIECES),
+        "model": _bpe(vocabulary, _file_merges(vocabulary) or [], ignore_merges=pre in WHOLE_PIECES),
         "normalizer": {"type": "NFC"} if name in _NFC else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": {**_bytes_only(use_regex=True), "add_prefix_space": True},
@@ -285,7 +285,7 @@ def _byte_level(vocabulary: _Vocabulary, pre: str | None) -> tuple[Document, boo
 def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Document, bool]:
     """SentencePiece's BPE: spaces as ▁, no splitting, unknown characters as bytes."""
     unknown = vocabulary.special("unknown") or next(iter(vocabulary.of_type(_UNKNOWN)), None)
-    merges = _stated_merges(vocabulary)
+    merges = _file_merges(vocabulary)
     merges = _rebuilt_merges(vocabulary) if merges is None else merges
     # As in llama.cpp: a space before the text, and after every added token.
     normalizing = [_replace(" ", _SPACE)]
@@ -300,13 +300,13 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Document, bool]:
     }, True
 
 
-def _stated_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]] | None:
+def _file_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]] | None:
     path, ids, tokens = vocabulary.header.path, vocabulary.ids, vocabulary.tokens
-    stated = vocabulary.header.strings("tokenizer.ggml.merges", _MERGES_A_TOKEN * len(tokens))
-    if stated is None:
+    merges = vocabulary.header.strings("tokenizer.ggml.merges", _MERGES_A_TOKEN * len(tokens))
+    if merges is None:
         return None
     pairs = array("I")  # ids, since texts would take many times the size of the file
-    for text in stated:
+    for text in merges:
         left, space, right = text.partition(" ") if text[:1] != " " else ("", "", "")
         if not space or left not in ids or right not in ids or left + right not in ids:
             raise UserError(

@@ -50,24 +50,25 @@ def _answer(example: Example) -> str:
 
 
 def without_thinking(text: str) -> str:
-    """The text without its reasoning, which may be nested. A text that only ends its reasoning began with it.
+    """The text without its reasoning, which may be nested. If a text only closes its reasoning, all before that is
+    reasoning.
 
     Raises:
         UserError: the markers do not match, so that it is not known where the reasoning ends.
     """
-    kept: list[str] = []
+    pieces: list[str] = []
     depth = at = 0
     first = True
     for item in MARKER.finditer(text):
         closes = bool(item["close"] or item["end"] or item["stop"])
         if not closes:
             if not depth:
-                kept.append(text[at : item.start()])
+                pieces.append(text[at : item.start()])
             depth += 1
         elif depth:
             depth -= 1
         elif first:  # the chat template has written the opening marker
-            kept.clear()
+            pieces.clear()
         else:
             raise UserError(f"{item[0]!r} closes no reasoning; remove it.")
         at, first = item.end(), False
@@ -75,4 +76,4 @@ def without_thinking(text: str) -> str:
         raise UserError("its reasoning is not closed, so it is not known where the answer begins; close or remove it.")
     if first:
         return text
-    return "".join([*kept, text[at:]]).strip()
+    return "".join([*pieces, text[at:]]).strip()

@@ -71,8 +71,8 @@ def _missing(messages: Sequence[Message], tools: Schemas, trained: Sequence[int]
 
 
 def _is_whole(messages: Sequence[Message], part: Part, text: str) -> bool:
-    stated = messages[part.position].get(part.field) if part.position >= 0 else None
-    return isinstance(stated, str) and stated.strip() in text
+    content = messages[part.position].get(part.field) if part.position >= 0 else None
+    return isinstance(content, str) and content.strip() in text
 
 
 def _without(messages: Sequence[Message], tools: Schemas, part: Part) -> tuple[list[Message], Schemas]:

@@ -71,7 +71,7 @@ class Tokenizer:
             if not path.is_file() or path.stat().st_size > MAX_BYTES:
                 raise TokenizerError(f"it is not a regular file of at most {MAX_BYTES:,} bytes")
             document = path.read_text(encoding="utf-8")
-            backend = LocalTokenizer.open if _is_ours(document, settings["chat_templates"]) else TokenizerProcess
+            backend = LocalTokenizer.open if _is_demo(document, settings["chat_templates"]) else TokenizerProcess
             return cls(backend(document, added), **settings, digest=file_digest(path))
         except (OSError, ValueError, TokenizerError) as error:
             raise UserError(f"{path} is not a supported tokenizer ({error}); download it again.") from error
@@ -148,15 +148,15 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         return self._call(_failed_on(token), "token_to_id", token)
 
-    def _named_id(self, name: str) -> int | None:
+    def _special_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
         return None if token is None else self.token_id(token)
 
     @cached_property
     def eos_id(self) -> int | None:
         """The id of eos_token; the first of generation_config if the tokenizer has none."""
-        named = self._named_id("eos_token")
-        return named if named is not None else next(iter(self._eos_ids), None)
+        token_id = self._special_id("eos_token")
+        return token_id if token_id is not None else next(iter(self._eos_ids), None)
 
     @property
     def eos_text(self) -> str | None:
@@ -177,15 +177,15 @@ class Tokenizer:
 
     @cached_property
     def bos_id(self) -> int | None:
-        return self._named_id("bos_token")
+        return self._special_id("bos_token")
 
     @cached_property
     def pad_id(self) -> int | None:
-        return self._named_id("pad_token")
+        return self._special_id("pad_token")
 
     @cached_property
     def unk_id(self) -> int | None:
-        return self._named_id("unk_token")
+        return self._special_id("unk_token")
 
     @property
     def vocab_size(self) -> int:
@@ -272,10 +272,12 @@ class Tokenizer:
                 else "The tokenizer has no chat template, so conversations cannot be rendered; "
                 "use rows of text or of prompt and completion, or the tokenizer of a chat model."
             )
-        given = {DATE: now(), **(variables or {})}
+        template_variables = {DATE: now(), **(variables or {})}
         fixed = self._special_tokens, self.template_origin
         problem = f"The chat template{self.template_origin} cannot render a conversation"
-        text, spans = self._call(problem, "render", source, messages, tools, add_generation_prompt, given, *fixed)
+        text, spans = self._call(
+            problem, "render", source, messages, tools, add_generation_prompt, template_variables, *fixed
+        )
         return text, [(start, end) for start, end in spans]
 
 
@@ -320,10 +322,10 @@ class StreamDecoder:
         return text
 
 
-def _is_ours(document: str, chat_templates: dict[str, str]) -> bool:
+def _is_demo(document: str, chat_templates: dict[str, str]) -> bool:
     """Whether tokenizer and chat templates are the demo's, which are trusted."""
-    ours, template = ((DEMO_MODEL / name).read_text(encoding="utf-8") for name in ("tokenizer.json", TEMPLATE))
-    return document == ours and {*chat_templates.values()} <= {template}
+    demo, template = ((DEMO_MODEL / name).read_text(encoding="utf-8") for name in ("tokenizer.json", TEMPLATE))
+    return document == demo and {*chat_templates.values()} <= {template}
 
 
 def _check_length(text: str) -> None:

@@ -51,9 +51,9 @@ def tokenizer_files(model: Path, tokenizer: Tokenizer) -> dict[str, bytes]:
         result.pop(OF_OTHERS, None)
         return {name: text.encode() for name, text in result.items()}
     if not _names_its_class(files.get(SETTINGS)):  # else transformers looks it up in the model's config.json
-        stated = json.loads(files[SETTINGS]) if SETTINGS in files else {}
+        settings = json.loads(files[SETTINGS]) if SETTINGS in files else {}
         result = json.loads(tokenizer.files()[SETTINGS])
-        files[SETTINGS] = (json.dumps({**result, **stated}, indent=2, ensure_ascii=False) + "\n").encode()
+        files[SETTINGS] = (json.dumps({**result, **settings}, indent=2, ensure_ascii=False) + "\n").encode()
     return files
 
 
@@ -61,8 +61,8 @@ def _files_of(model: Path) -> dict[str, bytes]:
     result, total = {}, 0
     for path in sorted([*model.iterdir(), *(model / "additional_chat_templates").glob("*.jinja")]):
         name = path.relative_to(model).as_posix()
-        known = TOKENIZER.fullmatch(name) or TEMPLATE.fullmatch(name)
-        if known and path.is_file() and not links_outside(path, model):
+        match = TOKENIZER.fullmatch(name) or TEMPLATE.fullmatch(name)
+        if match and path.is_file() and not links_outside(path, model):
             total += path.stat().st_size
             if total > MAX_BYTES:
                 return {}

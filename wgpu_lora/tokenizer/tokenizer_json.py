@@ -25,20 +25,20 @@ def normalize_document(document: str, added_tokens: Sequence[Mapping[str, Any]] 
         TokenizerError: it is not strict JSON, or the added tokens contradict it.
     """
     try:
-        stated = json.loads(document, object_pairs_hook=object_with_unique_keys, parse_constant=_no_constant)
+        content = json.loads(document, object_pairs_hook=object_with_unique_keys, parse_constant=_no_constant)
     except RecursionError:
         raise TokenizerError("it is nested too deeply") from None
     except ValueError as error:
         raise TokenizerError(f"it is not JSON: {error}") from None
-    model = stated.get("model") if isinstance(stated, dict) else None
+    model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict):
         raise TokenizerError("it has no model")
     notes = [] if model.get("dropout") is None else [_DROPOUT]
-    stated |= {"truncation": None, "padding": None, "model": {**model, "dropout": None} if notes else model}
+    content |= {"truncation": None, "padding": None, "model": {**model, "dropout": None} if notes else model}
     if added_tokens:
-        stated["added_tokens"] = _with_added(stated.get("added_tokens") or [], model.get("vocab") or {}, added_tokens)
+        content["added_tokens"] = _with_added(content.get("added_tokens") or [], model.get("vocab") or {}, added_tokens)
     try:
-        written = json.dumps(stated, ensure_ascii=False, allow_nan=False)
+        written = json.dumps(content, ensure_ascii=False, allow_nan=False)
         written.encode()
     except ValueError as error:  # an escaped lone surrogate, or a number beyond those of JSON
         raise TokenizerError(f"it holds a value that JSON cannot: {error}") from None

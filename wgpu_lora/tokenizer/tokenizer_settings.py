@@ -26,7 +26,7 @@ def read_settings(directory: Path) -> dict[str, Any]:
 def read_added_tokens(directory: Path) -> list[dict[str, Any]]:
     """Added tokens that the files beside a tokenizer.json name, in the order in which transformers 5 adds them.
 
-    An entry has `content` and, as far as they are stated, `id` and the attributes of an added token. They come from
+    An entry has `content` and, if the files have them, `id` and the attributes of an added token. They come from
     `added_tokens_decoder` of tokenizer_config.json or, in old checkpoints, from added_tokens.json, then from named
     special tokens (`eos_token`) and lists of further ones.
 
@@ -34,15 +34,15 @@ def read_added_tokens(directory: Path) -> list[dict[str, Any]]:
         UserError: a file cannot be read or is invalid.
     """
     config = _read_object(directory / "tokenizer_config.json")
-    named = [*_special_tokens(directory, config).values()]
+    special_tokens = [*_special_tokens(directory, config).values()]
     newer = config.get("added_tokens_decoder") is not None
     maps = [config] if newer else [config, _read_object(directory / "special_tokens_map.json")]
     older = {} if newer else _read_object(directory / "added_tokens.json")
     try:
-        for stated in maps:
-            for extra in (stated.get("extra_special_tokens") or [], stated.get("additional_special_tokens") or []):
-                named += [_token(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
-        special = {token["content"] for token in named}
+        for settings in maps:
+            for extra in (settings.get("extra_special_tokens") or [], settings.get("additional_special_tokens") or []):
+                special_tokens += [_token(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
+        special = {token["content"] for token in special_tokens}
         decoder = {id: {"content": text, "special": text in special} for text, id in older.items()}
         decoder = config["added_tokens_decoder"] if newer else decoder
         added = [{**_token(token), "id": int(id)} for id, token in decoder.items()]
@@ -52,17 +52,17 @@ def read_added_tokens(directory: Path) -> list[dict[str, Any]]:
             "attribute that is not true or false; download them again."
         ) from error
     added.sort(key=lambda token: token["id"])
-    return [*added, *(token for token in named if token["content"] not in {one["content"] for one in added})]
+    return [*added, *(token for token in special_tokens if token["content"] not in {one["content"] for one in added})]
 
 
 def _token(value: Any) -> dict[str, Any]:
     """An added token, given by its text or as an object. Raises TypeError."""
-    stated = {"content": value, "special": True} if isinstance(value, str) else value
-    if not isinstance(stated, dict) or not isinstance(stated.get("content"), str):
+    token = {"content": value, "special": True} if isinstance(value, str) else value
+    if not isinstance(token, dict) or not isinstance(token.get("content"), str):
         raise TypeError
-    if not all(isinstance(stated.get(name, False), bool) for name in ATTRIBUTES):
+    if not all(isinstance(token.get(name, False), bool) for name in ATTRIBUTES):
         raise TypeError
-    return {name: item for name, item in stated.items() if name in ("content", *ATTRIBUTES)}
+    return {name: item for name, item in token.items() if name in ("content", *ATTRIBUTES)}
 
 
 def _read_object(path: Path) -> dict[str, Any]:

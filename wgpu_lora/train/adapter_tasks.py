@@ -69,33 +69,33 @@ class AdapterTask:
 
         Batches per step stay unset if `base` does not set them: `train.training_data` chooses them by the weight.
         """
-        given = base.gradient_accumulation_steps
-        if given and given * self.weight < 1:
+        accumulation = base.gradient_accumulation_steps
+        if accumulation and accumulation * self.weight < 1:
             raise UserError(
                 f"The adapter {self.name} of weight {self.weight:g} has less than one batch per step: set "
                 f"{flag('gradient_accumulation_steps')} to at least {math.ceil(1 / self.weight)}, or raise the weight."
             )
-        if {"eval_data", "eval_split"} & self.options.keys():  # its own held-out rows take precedence
+        if {"eval_data", "eval_split"} & self.options.keys():  # held-out rows of the adapter take precedence
             base = replace(base, validation_split=None)
-        own = from_values(self.options, f"The adapter {self.name}", base, with_renamed_options(KEYS, IN_FILE))
-        batches = round(given * self.weight) if given else None
-        return replace(own, data=self.data, output=self.checkpoint, gradient_accumulation_steps=batches)
+        args = from_values(self.options, f"The adapter {self.name}", base, with_renamed_options(KEYS, IN_FILE))
+        batches = round(accumulation * self.weight) if accumulation else None
+        return replace(args, data=self.data, output=self.checkpoint, gradient_accumulation_steps=batches)
 
 
 def task_of(values: Mapping[str, Any], where: str, *more: str) -> AdapterTask:
     """Create a task from the keys of an [[adapter]] table.
 
     Args:
-        where: begins error messages. more: options of training that the table may have beside OPTIONS.
+        where: begins error messages. more: training options that the table may have besides OPTIONS.
 
     Raises:
         UserError: a key is unknown or missing, or a value has the wrong type.
     """
     values = _by_keys(values, where, more)
     for key in ("data", "checkpoint", "name"):
-        given = values.get(key, "some")
-        if not (isinstance(given, str | Path) and str(given).strip() and is_path(str(given))):
-            raise UserError(f"{where}: '{key}' must be UTF-8 text, neither empty nor too long, not {given!a:.80}.")
+        text = values.get(key, "some")
+        if not (isinstance(text, str | Path) and str(text).strip() and is_path(str(text))):
+            raise UserError(f"{where}: '{key}' must be UTF-8 text, neither empty nor too long, not {text!a:.80}.")
     for key in ("data", "checkpoint"):
         if key not in values:
             raise UserError(f"{where} has no '{key}': every adapter needs its data and a checkpoint directory.")
@@ -115,8 +115,8 @@ def _by_keys(values: Mapping[str, Any], where: str, more: Sequence[str]) -> dict
     result: dict[str, Any] = {}
     with naming(IN_FILE):
         otherwise = f"choose among {', '.join([*OWN, *OPTIONS])}{' and the options of training' if more else ''}."
-        named = real_names(values, [*OWN, *OPTIONS, *KEYS, *more], where, "key", otherwise)
-    for name, value in named.items():
+        options = real_names(values, [*OWN, *OPTIONS, *KEYS, *more], where, "key", otherwise)
+    for name, value in options.items():
         key = KEYS.get(name, name)
         if key in result:
             raise UserError(f"{where}: '{key}' and '{name}' are the same key: leave one out.")
@@ -189,12 +189,14 @@ def tasks_of_request(request: Mapping[str, Any], home: Path) -> list[AdapterTask
                 f"The record of the pipeline in {home} has no adapter {number}: name all with {flag('adapters')}."
             )
         task = task_of({k: v for k, v in text.items() if k != "options"}, f"The record in {home}")
-        began_in, known = request.get("directory"), {k: v for k, v in options.items() if k in OPTIONS.values()}
-        known = {**task.options, **known}  # version 0.1.0 stored the objective beside the options
-        known |= {name: resolve_recorded_path(began_in, known[name]) for name in PATHS if known.get(name)}
+        began_in, task_options = request.get("directory"), {k: v for k, v in options.items() if k in OPTIONS.values()}
+        task_options = {**task.options, **task_options}  # version 0.1.0 stored the objective beside the options
+        task_options |= {
+            name: resolve_recorded_path(began_in, task_options[name]) for name in PATHS if task_options.get(name)
+        }
         data = resolve_recorded_path(began_in, task.data) or task.data
         checkpoint = os.path.relpath(os.path.normpath(home / task.checkpoint))
-        tasks.append(replace(task, data=data, checkpoint=checkpoint, options=known))
+        tasks.append(replace(task, data=data, checkpoint=checkpoint, options=task_options))
     return tasks
 
 
@@ -240,8 +242,7 @@ def check_directories_apart(adapters: Sequence[tuple[str, str]], *, ignore_case:
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Training options, by their names, as those that an adapter of a pipeline may have of its own, with `data`, and
-    those that all its adapters share."""
-    own = {"data", *OPTIONS.values()}
-    kept = {name: value for name, value in options.items() if name in own}
-    return kept, {name: value for name, value in options.items() if name not in own}
+    """Training options as those that an adapter of a pipeline may set, `data` among them, and those that all share."""
+    names = {"data", *OPTIONS.values()}
+    adapter_options = {name: value for name, value in options.items() if name in names}
+    return adapter_options, {name: value for name, value in options.items() if name not in names}

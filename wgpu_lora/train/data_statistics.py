@@ -95,11 +95,11 @@ def row_statistics(args: TrainingArguments, model: LoadedModel) -> RowStatistics
     formats = _counting(formats_of(objective_of(args)), counts)
     whole, heldout = read_rows(replace(args, max_length=_WHOLE), model, sources_of(args), formats)
     estimate = packing_estimate(args, whole)
-    others = []
+    alternatives = []
     for length in _lengths(whole, args.length, model.config.max_position_embeddings):
         for packing in (True, False):
             try:
-                others.append(packing_estimate(replace(args, max_length=length, packing=packing), whole))
+                alternatives.append(packing_estimate(replace(args, max_length=length, packing=packing), whole))
             except UserError:  # no row has trained tokens left
                 continue
     return RowStatistics(
@@ -110,7 +110,7 @@ def row_statistics(args: TrainingArguments, model: LoadedModel) -> RowStatistics
         trained=whole.trained_tokens,
         heldout=len(heldout.rows) if heldout else 0,
         own=estimate,
-        others=others,
+        others=alternatives,
     )
 
 
@@ -121,13 +121,13 @@ def packing_estimate(args: TrainingArguments, whole: TokenizedData) -> Choice:
     stream = DataStream(rows, filled)
     epoch = stream.epoch(0)
     batches = [batch for step in epoch for batch in step]
-    kept = sum(row.trained_tokens for row in rows.rows)
+    trained_tokens = sum(row.trained_tokens for row in rows.rows)
     return Choice(
         max_length=args.length,
         packing=filled.batching[0],
         cut=sum(length > args.length for length in whole.lengths),
         lost=len(whole.rows) - len(rows.rows),
-        trained=kept / whole.trained_tokens,
+        trained=trained_tokens / whole.trained_tokens,
         steps=len(epoch),
         tokens=sum(stream.lengths[sample] for batch in batches for sample in batch),
         positions=padded_tokens(stream, batches),
@@ -141,13 +141,13 @@ def padded_tokens(stream: DataStream, batches: Sequence[Sequence[int]]) -> int:
     return sum(next((size for size in sizes if size >= tokens), sizes[-1]) for tokens in lengths)
 
 
-def _lengths(whole: TokenizedData, own: int, positions: int) -> list[int]:
+def _lengths(whole: TokenizedData, length: int, positions: int) -> list[int]:
     """Powers of two around the lengths of the rows, and the run's own maximum."""
     longest = min(positions, max(whole.lengths))
     powers = [SHORTEST]
     while powers[-1] < longest:
         powers.append(2 * powers[-1])
-    return sorted({*(power for power in powers[-LENGTHS:] if power <= positions), own})
+    return sorted({*(power for power in powers[-LENGTHS:] if power <= positions), length})
 
 
 def _counting(formats: RowFormats[Sample], counts: Counter[str]) -> RowFormats[Sample]:

@@ -80,7 +80,7 @@ class Job(Generic[Record]):
     runs: Sequence[AdapterRun]
     replan: Replan
     requests: Requests = field(default_factory=Requests, kw_only=True)
-    _needed: int = field(default=0, init=False)  # bytes on the disk
+    _disk_bytes: int = field(default=0, init=False)  # that the run needs
 
     @property
     def run(self) -> AdapterRun:
@@ -117,9 +117,9 @@ class Job(Generic[Record]):
         with ExitStack() as stack:
             for directory in self.directories():
                 stack.enter_context(locked(directory))
-            what = f"finetune {self.directories()[-1]}"
+            label = f"finetune {self.directories()[-1]}"
             seconds = args.wait_seconds()
-            stack.enter_context(claim(self.session.device, need, what, budget, seconds, events, self._beside))
+            stack.enter_context(claim(self.session.device, need, label, budget, seconds, events, self._beside))
             stack.enter_context(track_runs(self.runs, info, self.record_directory(), events))
             try:
                 for run in self.runs:
@@ -155,7 +155,7 @@ class Job(Generic[Record]):
         try:
             for run in self.runs:
                 run.place(self.session)
-            self._needed = disk_space.reserve(self.session, self.runs)
+            self._disk_bytes = disk_space.reserve(self.session, self.runs)
             for run in self.runs:
                 run.precompute(self.session, events)
             self.session.release_references()
@@ -166,10 +166,10 @@ class Job(Generic[Record]):
             disk_space.release(self.runs)
 
     def _unwritten(self, error: Exception) -> StorageError:
-        """The error for a file that could not be written: what is there, and how to go on."""
+        """The error for a file that could not be written: which results exist, and how to continue."""
         where = getattr(error, "filename", None) or self.directories()[-1]
-        full = getattr(error, "errno", None) in disk_space.FULL and self._needed
-        mend = f"make room for {self._needed + disk_space.GROWTH:,} bytes there" if full else "fix that"
+        full = getattr(error, "errno", None) in disk_space.FULL and self._disk_bytes
+        mend = f"make room for {self._disk_bytes + disk_space.GROWTH:,} bytes there" if full else "fix that"
         state = self.newest_state()
         newest = f"the newest complete state is {state}" if state else "there is no complete state yet"
         go_on = f"go on with {setting('resume', True)}" if state else "start again"
@@ -302,13 +302,13 @@ def prepare_run(
     name: str | None = None,
     weight: float = 1.0,
     rows: Mapping[str, Source] | None = None,
-    own: Collection[str] = (),
+    adapter_options: Collection[str] = (),
     storage: CheckpointStore = PLAIN_FILES,
 ) -> AdapterRun:
     """Prepare one slot's run: rows, batches, adapter and starting point.
 
     Args:
-        own: options that the adapters file sets for this adapter.
+        adapter_options: options that the adapters file sets for this adapter.
 
     Raises:
         UserError: the data or the adapter cannot be read, or do not fit the model.
@@ -332,7 +332,9 @@ def prepare_run(
     args, note = default_batches(args, group_lengths(prepared), weight, objective.rows_per_sample)
     stream = DataStream(prepared, args)
     chosen = {"length": length, "batches": note, "adapter": begins, "note": _reference_note(args, objective)}
-    notes = [f"{label}: {text}" for label, text in chosen.items() if text] + _resume_notes(stream, own, storage)
+    notes = [f"{label}: {text}" for label, text in chosen.items() if text] + _resume_notes(
+        stream, adapter_options, storage
+    )
     use = f"use {flag('eval_data')} or {flag('validation_split')}"
     for option in ("eval_steps", "rounded_from"):
         if (value := getattr(args, option)) and not heldout:
@@ -352,7 +354,7 @@ def _reference_note(args: TrainingArguments, objective: Objective) -> str:
     return f"the reference is the base model alone, not the initial adapter (that would be {advice})"
 
 
-def _resume_notes(stream: DataStream, own: Collection[str], storage: CheckpointStore) -> list[str]:
+def _resume_notes(stream: DataStream, adapter_options: Collection[str], storage: CheckpointStore) -> list[str]:
     """A note on where a resumed run continues; empty for a new run."""
     newest = run_checkpoint.latest_checkpoint(stream.args.directory, storage) if stream.args.resume else None
     if not newest:
@@ -360,9 +362,8 @@ def _resume_notes(stream: DataStream, own: Collection[str], storage: CheckpointS
     state, identity = run_checkpoint.check(newest, storage)
     planned = planned_options(identity["options"], stream.args, newest, storage)
     extensible = storage is PLAIN_FILES  # a protected run's options are attested
-    return [
-        f"resumed: {resume_note(state, planned, stream, [name for name in LENGTH_OPTIONS if name in own], extensible)}"
-    ]
+    length_options = [name for name in LENGTH_OPTIONS if name in adapter_options]
+    return [f"resumed: {resume_note(state, planned, stream, length_options, extensible)}"]
 
 
 def replan_run(run: AdapterRun, changes: Mapping[str, Any]) -> AdapterRun:

@@ -40,23 +40,25 @@ def objective_options(
 ) -> dict[str, Any]:
     """The objective to evaluate, and its options as in the adapter's training if that had the same.
 
-    An adapter's records are untrusted: what is not valid in them is ignored.
+    An adapter's records are untrusted: invalid values in them are ignored.
 
     Args:
-        teacher: values of TEACHER for distillation, instead of those of the training. Without, and if the objective is
-            not given, an adapter trained by distillation is evaluated like one of supervised fine-tuning.
+        teacher: values of TEACHER for distillation, instead of those of the training. Without it and without an
+            objective, an adapter trained by distillation is evaluated like one of supervised fine-tuning.
     """
-    given = {name: value for name, value in (teacher or {}).items() if value is not None}
-    if given and objective not in (None, "kd"):
+    teacher_options = {name: value for name, value in (teacher or {}).items() if value is not None}
+    if teacher_options and objective not in (None, "kd"):
         raise UserError(
-            f"{flag(next(iter(given)))} is for {setting('objective', 'kd')}, not {objective}: leave it out."
+            f"{flag(next(iter(teacher_options)))} is for {setting('objective', 'kd')}, not {objective}: leave it out."
         )
     trained = _trained(Path(adapter)) if adapter is not None else {}
     before = trained.get("objective", "sft")
-    chosen = objective or ("kd" if given else "sft" if before == "kd" else before)
+    chosen = objective or ("kd" if teacher_options else "sft" if before == "kd" else before)
     options = {"objective": chosen} | (trained if before == chosen else {})
-    if given:
-        return {name: value for name, value in options.items() if name not in (*TEACHER, "eval_teacher_cache")} | given
+    if teacher_options:
+        return {
+            name: value for name, value in options.items() if name not in (*TEACHER, "eval_teacher_cache")
+        } | teacher_options
     objective_values = {name: value for name, value in options.items() if name != "eval_teacher_cache"}
     return objective_values | (
         {"teacher_cache": options["eval_teacher_cache"]} if options.get("eval_teacher_cache") else {}

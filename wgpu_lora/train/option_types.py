@@ -151,13 +151,16 @@ def from_options(kind: type[T], options: Any, selected_by: str) -> T:
 
 
 def normalized_args(kind: type, options: Any, selected_by: str) -> str | None:
-    """The given own options in a form that is the same for the same values; None if all have their defaults.
+    """Options of an implementation in a form that is the same for the same values; None if all have their defaults.
 
     Raises:
         UserError: a name is unknown or given twice, or a value is invalid.
     """
-    given, usual = _parse_args(kind, options, selected_by), {item.name: item.default for item in fields(kind)}
-    return format_args({name: given[name] for name in usual if name in given and given[name] != usual[name]}) or None
+    arguments, usual = _parse_args(kind, options, selected_by), {item.name: item.default for item in fields(kind)}
+    return (
+        format_args({name: arguments[name] for name in usual if name in arguments and arguments[name] != usual[name]})
+        or None
+    )
 
 
 def format_args(values: Mapping[str, Any]) -> str:

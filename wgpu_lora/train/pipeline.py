@@ -177,10 +177,10 @@ def prepare_pipeline(
     state.request = {**requested, "adapters": request_of(tasks, home)}
 
     def replan(changes: Mapping[str, Any]) -> int:
-        others = [replan_run(run, changes) for run in runs]
-        most = _batch_tokens(others, schedule, batch_tokens)
+        new_runs = [replan_run(run, changes) for run in runs]
+        most = _batch_tokens(new_runs, schedule, batch_tokens)
         return (
-            prepare_session(with_base_dtype(model, others[0].args.base_dtype), others, batch_tokens=most)
+            prepare_session(with_base_dtype(model, new_runs[0].args.base_dtype), new_runs, batch_tokens=most)
             .memory()
             .peak_device_bytes
         )
@@ -193,8 +193,8 @@ def prepare_pipeline(
 def _home(args: TrainingArguments, tasks: Sequence[AdapterTask]) -> Path:
     """The directory of the pipeline's record."""
     first = Path(tasks[0].checkpoint)
-    named = args.directory if args.output else first
-    return (home_of(named) or named) if args.resume else named
+    directory = args.directory if args.output else first
+    return (home_of(directory) or directory) if args.resume else directory
 
 
 def apart(directories: Sequence[Path]) -> list[Path]:
@@ -224,15 +224,16 @@ def _check(args: TrainingArguments, tasks: Sequence[AdapterTask], schedule: str,
     check_apart(tasks)
 
 
-def _batch_tokens(runs: Sequence[AdapterRun], schedule: str, given: int | None) -> int:
+def _batch_tokens(runs: Sequence[AdapterRun], schedule: str, batch_tokens: int | None) -> int:
     largest = [run.stream.buckets()[-1] for run in runs]
     longest = max(length for run in runs for length in run.stream.lengths)
-    if given is not None:
-        if given < longest:
+    if batch_tokens is not None:
+        if batch_tokens < longest:
             raise UserError(
-                f"{setting('batch_tokens', given)} is less than the longest row ({longest:,} tokens): raise it to that."
+                f"{setting('batch_tokens', batch_tokens)} is less than the longest row ({longest:,} tokens): raise it "
+                "to that."
             )
-        return given
+        return batch_tokens
     together = sum(largest) if POLICIES[schedule].together else max(largest)
     return min(together, max(BATCH_TOKENS, *largest))
 

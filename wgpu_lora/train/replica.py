@@ -93,7 +93,7 @@ class DataParallelWorker:
         """Compute the losses and gradients of a part of a step with the parameters in the question.
 
         Raises:
-            UserError: the leader's run is another one.
+            UserError: the leader has another run.
         """
         session, run = self.session, self.run
         try:
@@ -102,7 +102,9 @@ class DataParallelWorker:
                 self._check(header["run"])
                 gradient_messages.write_offsets(session, _of(arrays, "offset"))
             gradient_messages.place_parameters(session, _of(arrays, "parameters"))
-            run.stream.references.update({int(sample): tuple(known) for sample, known in header["references"].items()})
+            run.stream.references.update(
+                {int(sample): tuple(reference) for sample, reference in header["references"].items()}
+            )
             shared = StepPart(session, run, self._step(header), header["estimate"])
             begin, end = header["span"]
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
@@ -117,23 +119,23 @@ class DataParallelWorker:
         return gradient_messages.message({"say": "part"}, result)
 
     def _check(self, leader: dict[str, Any]) -> None:
-        """Raise UserError if the leader's run is not this one."""
-        own = json.loads(json.dumps({**self.run.identity(), "code": self.code}))
-        for name, what in SAME.items():
-            theirs, mine = leader.get(name), own.get(name)
+        """Raise UserError if the leader has another run."""
+        identity = json.loads(json.dumps({**self.run.identity(), "code": self.code}))
+        for name, label in SAME.items():
+            expected, actual = leader.get(name), identity.get(name)
             if name == "options":
-                theirs, mine = _fixed(theirs or {}), _fixed(mine or {})
-            if theirs != mine:
+                expected, actual = _fixed(expected or {}), _fixed(actual or {})
+            if expected != actual:
                 raise UserError(
-                    f"This machine does not have the {what} of the leader of this data-parallel run: give both the "
+                    f"This machine does not have the {label} of the leader of this data-parallel run: give both the "
                     "same files and options."
                 )
 
-    def _step(self, said: dict[str, Any]) -> Step:
-        epoch, index = said["epoch"], said["index"]
+    def _step(self, header: dict[str, Any]) -> Step:
+        epoch, index = header["epoch"], header["index"]
         result = self.run.stream.epoch(epoch)
         step = Step(epoch, index, index == len(result) - 1, result[index])
-        if len(step.samples) != said["samples"]:
+        if len(step.samples) != header["samples"]:
             raise ValueError(f"the step has {len(step.samples)} samples here")
         return step
 

@@ -40,26 +40,26 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def resolve_options(
-    given: Mapping[str, Any], recipe: str | None, where: str, demo: bool = True, beside: str | None = None
+    options: Mapping[str, Any], recipe: str | None, where: str, demo: bool = True, beside: str | None = None
 ) -> tuple[TrainingArguments, Path | None]:
-    """The given options, over those of a recipe or of a resumed run; also the recipe's path.
+    """The options, over those of a recipe or of a resumed run; also the recipe's path.
 
-    With `demo`, the demo's recipe is used if neither a recipe nor data nor another model is given. `beside` is a
-    pipeline's first checkpoint directory, which leads to the pipeline's record if no output is given.
+    With `demo`, the demo's recipe is used if there is neither a recipe nor data nor another model. `beside` is a
+    pipeline's first checkpoint directory, which leads to the pipeline's record if there is no output.
     """
-    given = named(given, where)
-    if given.get("resume"):
+    options = named(options, where)
+    if options.get("resume"):
         from wgpu_lora.train.run.resume import resumed_options  # imports wgpu, which --help does not need
 
         path = find_recipe(recipe) if recipe else None
-        values = {**(named(read_recipe(path), f"The recipe {path}") if path else {}), **given}
+        values = {**(named(read_recipe(path), f"The recipe {path}") if path else {}), **options}
         return resumed_options(values, Path(values.get("output") or beside or _last_output()), where), path
-    if demo and recipe is None and not given.get("data") and given.get("model") in (None, "demo"):
+    if demo and recipe is None and not options.get("data") and options.get("model") in (None, "demo"):
         recipe = "demo"
     if recipe is None:
-        return from_values(given, where), None
+        return from_values(options, where), None
     path = find_recipe(recipe)
-    return from_values(given, where, recipe_arguments(path)), path
+    return from_values(options, where, recipe_arguments(path)), path
 
 
 def _last_output() -> str:

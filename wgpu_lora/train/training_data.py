@@ -26,7 +26,7 @@ def sources_of(args: TrainingArguments, rows: Mapping[str, Source] | None = None
         split=args.split,
         eval_split=args.eval_split,
         dataset_config=args.dataset_config,
-        given=rows,
+        sources=rows,
     )
     if held_out and args.validation_split is not None:
         raise UserError(
@@ -93,7 +93,7 @@ ROWS = (8, 4, 2)  # rows per step that are then tried, until there are that many
 def default_batches(
     args: TrainingArguments, lengths: Sequence[int], weight: float = 1.0, members: int = 1
 ) -> tuple[TrainingArguments, str]:
-    """Fill in packing, rows per batch and batches per step if not given; also returns a note if the data are small.
+    """Fill in packing, rows per batch and batches per step where unset; also returns a note if the data are small.
 
     Data are small if packed batches, 4 per step, would give fewer than FEW steps per epoch. They get 2 batches or 1 per
     step and, if the steps are still too few, are not packed: steps of 8 rows as in TRL, or of 4 or 2 if 8 are too many,
@@ -102,7 +102,7 @@ def default_batches(
     Args:
         lengths: tokens of each sample in a batch.
         members: segments per sample, a factor of the batch size.
-        weight: batches per step, if not given, relative to an adapter of weight 1.
+        weight: batches per step, if unset, relative to an adapter of weight 1.
     """
     packing, rows, accumulation = args.batching
     sizes = args.packing, args.per_device_train_batch_size, args.gradient_accumulation_steps
@@ -112,8 +112,8 @@ def default_batches(
     def few(batches: int) -> bool:
         return sum(lengths) / (a_batch * batches) < FEW
 
-    what = "row" if members == 1 else "pair"
-    note, small = "", f"since the data are small ({count_noun(len(lengths), what)}, {sum(lengths):,} tokens)"
+    noun = "row" if members == 1 else "pair"
+    note, small = "", f"since the data are small ({count_noun(len(lengths), noun)}, {sum(lengths):,} tokens)"
     least = math.ceil(1 / weight)
     if None in sizes and few(accumulation):
         if packing and sizes[2] is None:
@@ -124,7 +124,7 @@ def default_batches(
             packing = False
             rows, accumulation = _sizes(sizes[1], sizes[2], lengths, ROWS_PER_BATCH * longest, weight)
             batches = accumulation if sizes[2] else max(1, round(accumulation * weight))
-            note = f"{count_noun(min(rows * batches, len(lengths)), what)} per step, not packed, {small}"
+            note = f"{count_noun(min(rows * batches, len(lengths)), noun)} per step, not packed, {small}"
     if sizes[2] is None:
         accumulation = max(1, round(accumulation * weight))
     filled = replace(args, packing=packing, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)

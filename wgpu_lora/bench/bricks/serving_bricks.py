@@ -106,11 +106,11 @@ class Serving(Workload):
             prefill: (np.tile(np.arange(each), batch), np.repeat(everyone, each), (everyone + 1) * each - 1),
             recorded.decode: (np.full(batch, each), everyone, everyone),
         }
-        for program in (recorded.kept, recorded.head, *(step.program for step in steps)):
+        for program in (recorded.shared, recorded.head, *(step.program for step in steps)):
             program.build(arena)
         for storage in {state.last.storage, *(t.storage for t in state.logits), *state.cache.storages()}:
             fill_with_nan(device, storage.buffer)
-        check(recorded.kept, result)
+        check(recorded.shared, result)
         for step, (positions, sequences, picked) in steps.items():
             for buffer in arena.buffers:
                 fill_with_nan(device, buffer)

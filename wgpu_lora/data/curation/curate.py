@@ -51,7 +51,7 @@ from wgpu_lora.json_files import to_json
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.text import count_noun
 
-_TOLD = 0.1  # seconds between calls of `watch`
+_REPORT_INTERVAL = 0.1  # seconds between calls of `watch`
 _SPOOL, _SEEN = ".spool", ".seen"  # temporary files
 
 
@@ -106,7 +106,7 @@ class Curation:
         self.files = {kind: Lines(place / name) for kind, name in names.items()}
         self.rejected = Lines(place / REJECTED)
         self.groups = array("Q")
-        self._told, self._read = time.monotonic(), 0
+        self._last_report, self._read = time.monotonic(), 0
 
     def run(self) -> dict[str, Any]:
         with ExitStack() as stack:
@@ -130,8 +130,8 @@ class Curation:
     def _input(self, number: int, repeats: Duplicates) -> None:
         source, path = self.inputs.sources[number], self.inputs.paths[number]
         self.counts.inputs.append(InputCounts(source.path))
-        own = self.options.preferences_from
-        formats = ROWS if not own or matches(source.path, own) else examples_only(own)
+        patterns = self.options.preferences_from
+        formats = ROWS if not patterns or matches(source.path, patterns) else examples_only(patterns)
         empty = path is not None and not self.inputs.sizes[number]
         try:
             for place, row in () if empty else source.rows(ROWS):
@@ -148,9 +148,9 @@ class Curation:
 
     def _tell(self, number: int, last: bool = False) -> None:
         now = time.monotonic()
-        if now - self._told < _TOLD and not last:
+        if now - self._last_report < _REPORT_INTERVAL and not last:
             return
-        self._told, path = now, self.inputs.paths[number]
+        self._last_report, path = now, self.inputs.paths[number]
         read = self._read + (0 if last or path is None else position(path) or 0)
         self.watch(Progress(read, sum(self.inputs.sizes), self.counts.rows, self.inputs.sources[number].name))
 
@@ -253,15 +253,15 @@ class Curation:
         keys, self.groups = np.frombuffer(self.groups, np.uint64), array("Q")
         valid = validation_mask(keys, share or 0.0, self.options.seed)
         del keys
-        train, held = Lines(self.place / TRAIN), Lines(self.place / VALID)
+        train, heldout = Lines(self.place / TRAIN), Lines(self.place / VALID)
         spool = self.place / self.spool
         with spool.open("rb") as file:
-            for line, is_held in zip(file, valid, strict=True):
-                (held if is_held else train).add(line)
-        for lines in (train, held):
+            for line, is_heldout in zip(file, valid, strict=True):
+                (heldout if is_heldout else train).add(line)
+        for lines in (train, heldout):
             lines.close()
         spool.unlink()
-        return train, held
+        return train, heldout
 
     def _check(self, written: dict[str, Lines]) -> None:
         """Check that every row is somewhere, by the lines of the files."""
@@ -273,12 +273,12 @@ class Curation:
         if result != (self.counts.rows, out, rejected):
             raise RuntimeError(f"{self.counts.rows} rows were read, but {out}, {rejected} and {repeated} accounted for")
 
-    def _refuse_nothing(self, what: str) -> None:
+    def _refuse_nothing(self, problem: str) -> None:
         counts = self.counts
         repeated = sum(counts.duplicates.values())
         reasons = [f"{count:,} rejected: {reason}" for reason, count in counts.facts()["reasons"].items()][:5]
         reasons += [f"{repeated:,} removed as duplicates"] if repeated else []
-        raise UserError(f"{what}, of {count_noun(counts.rows, 'row')}; nothing was written.", reasons)
+        raise UserError(f"{problem}, of {count_noun(counts.rows, 'row')}; nothing was written.", reasons)
 
 
 def _at(place: RowPlace) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def _at(place: RowPlace) -> dict[str, Any]:
 
 
 _SHOWN, _REASONS = 20, 100  # duplicates and reasons that are listed
-_OTHERS = "other reasons"
+_OTHER_REASONS = "other reasons"
 _VARYING = re.compile(r"'(?:[^'\\]|\\.)*'|(?<!UTF-)\d[\d,]*")
 
 
@@ -334,7 +334,7 @@ class Counts:
         self.inputs[-1].rejected += 1
         kind = _VARYING.sub(lambda match: match[0] if match[0].startswith("'") else "N", reason)
         if kind not in self.reasons and len(self.reasons) >= _REASONS:
-            kind = reason = _OTHERS
+            kind = reason = _OTHER_REASONS
         self.reasons[kind] += 1
         if self._whole.setdefault(kind, reason) != reason:
             self._whole[kind] = kind

@@ -53,7 +53,7 @@ def find_inputs(names: Sequence[str], output: Path, exclude: Sequence[str] = ())
         if not name.strip():
             raise UserError("An input is empty: give a file, a folder or a pattern such as 'data/*.jsonl'.")
         check_path(name)
-        for path in _named(name, exclude, result):
+        for path in _files_of_name(name, exclude, result):
             if isinstance(path, str):
                 _add_dataset(path, result)
                 continue
@@ -77,7 +77,7 @@ def find_inputs(names: Sequence[str], output: Path, exclude: Sequence[str] = ())
     return result
 
 
-def _named(name: str, exclude: Sequence[str], inputs: Inputs) -> Iterator[Path | str]:
+def _files_of_name(name: str, exclude: Sequence[str], inputs: Inputs) -> Iterator[Path | str]:
     """The files of a name; a dataset as text."""
     path = Path(name)
     if path.is_dir():
@@ -102,56 +102,56 @@ def _named(name: str, exclude: Sequence[str], inputs: Inputs) -> Iterator[Path |
 
 def _matching(pattern: str, exclude: Sequence[str], inputs: Inputs) -> Iterator[Path]:
     """The files that match a pattern, and those in folders that match it, unless it names files by **."""
-    others, number = [], 0
+    skipped, number = [], 0
     for path in map(Path, sorted(glob.glob(pattern, recursive=True))):
         if path.is_dir() and "**" not in pattern:
             yield from _in_folder(path, exclude, inputs)
             number += 1
-        elif _is_known(path) and not matches(path, exclude):
+        elif _is_row_file(path) and not matches(path, exclude):
             yield path
             number += 1
         elif not path.is_dir() and not matches(path, exclude):
-            others.append(str(path))
+            skipped.append(str(path))
     if not number:
         raise UserError(f"No file of rows matches {pattern!r}: check the pattern.")
-    _note_others(others, f"that match {pattern!r}", inputs)
+    _note_skipped(skipped, f"that match {pattern!r}", inputs)
 
 
 def _in_folder(folder: Path, exclude: Sequence[str], inputs: Inputs) -> Iterator[Path]:
-    others: list[str] = []
+    skipped: list[str] = []
     walked: set[tuple[int, int]] = set()
     for place, folders, files in os.walk(folder, followlinks=True, onerror=_unreadable):
         here = Path(place)
         status = here.stat()
-        if (status.st_dev, status.st_ino) in walked:  # a link to a folder around it
+        if (status.st_dev, status.st_ino) in walked:  # a link to a parent folder
             folders.clear()
             continue
         walked.add((status.st_dev, status.st_ino))
-        own = is_result(here)
-        if own and here != folder:
+        is_output = is_result(here)
+        if is_output and here != folder:
             inputs.notes.append(f"{here} was written by 'data prepare' and is left out; name it to read it")
             folders.clear()
             continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             path = here / name
-            if name.startswith(".") or matches(path, exclude) or (own and name in (REPORT, REJECTED)):
+            if name.startswith(".") or matches(path, exclude) or (is_output and name in (REPORT, REJECTED)):
                 continue
-            if _is_known(path):
+            if _is_row_file(path):
                 yield path
             else:
-                others.append(str(path.relative_to(folder)))
-    _note_others(others, f"in {folder}", inputs)
+                skipped.append(str(path.relative_to(folder)))
+    _note_skipped(skipped, f"in {folder}", inputs)
 
 
-def _is_known(path: Path) -> bool:
+def _is_row_file(path: Path) -> bool:
     return bare_name(path).suffix.lower() in SUFFIXES and path.is_file()
 
 
-def _note_others(others: Sequence[str], where: str, inputs: Inputs) -> None:
-    if others:
-        shown = join_words(others, most=_SHOWN)
-        inputs.notes.append(f"{count_noun(len(others), 'file')} {where} without the suffix of a format: {shown}")
+def _note_skipped(skipped: Sequence[str], where: str, inputs: Inputs) -> None:
+    if skipped:
+        shown = join_words(skipped, most=_SHOWN)
+        inputs.notes.append(f"{count_noun(len(skipped), 'file')} {where} without the suffix of a format: {shown}")
 
 
 def _unreadable(error: OSError) -> None:
@@ -229,9 +229,9 @@ def refuse_output(output: Path, overwrite: bool) -> None:
         check_new(output, flag("output"), directory=True)
         return
     if not is_result(output) or there - WRITTEN:
-        others = sorted(there - WRITTEN or there)
+        names = sorted(there - WRITTEN or there)
         raise UserError(
-            f"{output} holds other files ({others[0]!a:.80}): give {flag('output')} a directory that does not exist."
+            f"{output} holds other files ({names[0]!a:.80}): give {flag('output')} a directory that does not exist."
         )
     if not overwrite:
         raise UserError(f"{output} has been prepared already: give {flag('overwrite')} to replace it.")

@@ -36,16 +36,16 @@ class Duplicates:
 
     def __init__(self, options: Preparation, contents: SeenContents | None, near: NearDuplicates | None) -> None:
         self._exactly = options.duplicates == "exact"
-        self._seen, self._near = contents, near
+        self._contents, self._near = contents, near
 
     def add(self, read: Read, source: int, number: int) -> Duplicate | None:
         """Add a row; None unless it repeats another."""
-        if self._seen is None:
+        if self._contents is None:
             return None
         parts = parts_of(read)
         exact, normal = digest(parts), [normalize_text(part) for part in parts]
         key = exact if self._exactly else digest(normal)
-        if result := self._seen.add(key, exact[:8], source, number):
+        if result := self._contents.add(key, exact[:8], source, number):
             return Duplicate(EXACT if result[0] else NORMALIZED, *result[1:])
         if self._near and (near := self._near.add(read.kind, shingles(normal), source, number)):
             return Duplicate(NEAR, *near[1:], near[0])
@@ -97,10 +97,10 @@ def example_parts(example: Example) -> list[str]:
 def _conversation(example: Conversation) -> list[str]:
     parts = ["conversation"]
     for i, message in enumerate(example.messages):
-        others = {k: v for k, v in message.items() if k not in ("role", "content", "weight") and v is not None}
+        fields = {k: v for k, v in message.items() if k not in ("role", "content", "weight") and v is not None}
         parts += [message["role"], "trained" if i in example.trained else "", message["content"] or ""]
-        if others:
-            parts.append(json.dumps(others, sort_keys=True, default=repr))
+        if fields:
+            parts.append(json.dumps(fields, sort_keys=True, default=repr))
     if example.tools or example.template_kwargs:
         parts.append(json.dumps([example.tools, example.template_kwargs], sort_keys=True, default=repr))
     return parts
@@ -193,7 +193,7 @@ class NearDuplicates:
             import rensa
         except ImportError:
             raise UserError(f"{flag('near_duplicates')} needs rensa: {pip_line('dedupe')}.") from None
-        self._made: Any = rensa.RMinHash
+        self._minhash: Any = rensa.RMinHash
         self._do, self._threshold = connection.execute, threshold
         self._many = connection.executemany
         self._do("CREATE TABLE signatures (row INTEGER PRIMARY KEY, signature BLOB, place INTEGER)")
@@ -205,7 +205,7 @@ class NearDuplicates:
         Returns:
             None if it is new, else (similarity, source and number) of the first row that is nearest.
         """
-        sketch = self._made(num_perm=PERMUTATIONS, seed=_SEED)
+        sketch = self._minhash(num_perm=PERMUTATIONS, seed=_SEED)
         sketch.update(shingles)
         signature = np.array(sketch.digest(), np.uint32)
         bands = [

@@ -75,7 +75,7 @@ def without_reasoning(row: Row) -> tuple[Row, int]:
             edited[name] = result
     for name in ANSWER_COLUMNS:
         if isinstance(text := row.get(name), str):
-            edited[name] = _said(without_thinking, text, f"'{name}'")
+            edited[name] = _with_label(without_thinking, text, f"'{name}'")
             dropped += edited[name] != text
     return edited, dropped
 
@@ -91,19 +91,19 @@ def _message_without(message: Row) -> Row:
             plain = all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
             text = "".join(part["text"] for part in parts) if plain else parts
             changed = len(parts) < len(result[key])
-            bare = _said(without_thinking, text, "an answer") if isinstance(text, str) else text
+            bare = _with_label(without_thinking, text, "an answer") if isinstance(text, str) else text
             if changed or bare != text:
                 result[key] = bare
         elif isinstance(text, str):
-            result[key] = _said(without_thinking, text, "an answer")
+            result[key] = _with_label(without_thinking, text, "an answer")
     return result if result != message else message
 
 
-def _said(edit: Callable[[str], str], text: str, what: str) -> str:
+def _with_label(edit: Callable[[str], str], text: str, label: str) -> str:
     try:
         return edit(text)
     except UserError as error:
-        raise UserError(f"{what}: {error}") from None
+        raise UserError(f"{label}: {error}") from None
 
 
 def _are_messages(value: Any) -> bool:

@@ -169,25 +169,27 @@ def _checked(header: Header, tensors: Mapping[str, GGUFTensor], passed_over: re.
     """The tensors by the model's names. Raises UserError (see `GGUFCheckpoint`)."""
     path, result = header.path, {}
     for name, stored in tensors.items():
-        theirs, shape = stored.name, file_shape(stored.shape)
-        info = header.tensors.get(theirs)
+        stored_name, shape = stored.name, file_shape(stored.shape)
+        info = header.tensors.get(stored_name)
         if info is None:
-            raise UserError(f"{theirs} is missing from {path}: download it again, or use another conversion.")
+            raise UserError(f"{stored_name} is missing from {path}: download it again, or use another conversion.")
         if info.shape != shape:
             raise UserError(
-                f"{theirs} in {path} has shape {list(info.shape)} but its metadata require {list(shape)}: "
+                f"{stored_name} in {path} has shape {list(info.shape)} but its metadata require {list(shape)}: "
                 "use another conversion of the model."
             )
         if not _decodable(info.kind) or (len(shape) == 1 and info.kind not in PLAIN):
             raise UserError(
-                f"{theirs} in {path} is stored as {info.kind.name}, which cannot be decoded: use another quantisation, "
-                "such as Q8_0 or Q4_K_M."
+                f"{stored_name} in {path} is stored as {info.kind.name}, which cannot be decoded: use another "
+                "quantisation, such as Q8_0 or Q4_K_M."
             )
         result[name] = info
-    known = {stored.name for stored in tensors.values()}
-    for theirs in header.tensors:
-        if theirs not in known and not passed_over.fullmatch(theirs):
-            raise UserError(f"{path} holds {theirs!r:.100}, which its metadata do not account for: use another model.")
+    names = {stored.name for stored in tensors.values()}
+    for stored_name in header.tensors:
+        if stored_name not in names and not passed_over.fullmatch(stored_name):
+            raise UserError(
+                f"{path} holds {stored_name!r:.100}, which its metadata do not account for: use another model."
+            )
     return result
 
 

@@ -235,21 +235,21 @@ class Reader:
         self.size = file.seek(0, 2)
         self.limit = min(self.size, MAX_HEADER_BYTES)
         self.window, self.first, self.at = b"", 0, offset  # `at` is absolute
-        self.strings_left, self.text_left = MAX_STRINGS, MAX_TEXT_BYTES
+        self.remaining_strings, self.remaining_text = MAX_STRINGS, MAX_TEXT_BYTES
 
-    def damaged(self, what: str) -> UserError:
-        return UserError(f"{self.path} {what}: download or copy the file again.")
+    def damaged(self, problem: str) -> UserError:
+        return UserError(f"{self.path} {problem}: download or copy the file again.")
 
-    def need(self, count: int, what: str) -> None:
+    def need(self, count: int, label: str) -> None:
         """Raises UserError unless `count` bytes are left."""
         if count <= self.limit - self.at:
             return
         if self.limit < self.size:
             raise UserError(f"The header of {self.path} is longer than {MAX_HEADER_BYTES >> 20} MiB: use another file.")
-        raise self.damaged(f"is truncated or damaged, {what} of {count:,} bytes does not fit into it")
+        raise self.damaged(f"is truncated or damaged, {label} of {count:,} bytes does not fit into it")
 
-    def take(self, count: int, what: str) -> bytes:
-        self.need(count, what)
+    def take(self, count: int, label: str) -> bytes:
+        self.need(count, label)
         start = self.at - self.first
         if start < 0 or start + count > len(self.window):
             self.file.seek(self.at)
@@ -270,16 +270,16 @@ class Reader:
     def number(self, form: str) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form), "a number"))[0]
 
-    def text(self, what: str) -> str:
+    def text(self, label: str) -> str:
         length = self.number("<Q")
-        self.need(length, what)
-        self.text_left -= length
-        if self.text_left < 0:
+        self.need(length, label)
+        self.remaining_text -= length
+        if self.remaining_text < 0:
             raise self.damaged(f"has more than {MAX_TEXT_BYTES >> 20} MiB of names and texts")
         try:
-            return self.take(length, what).decode()
+            return self.take(length, label).decode()
         except UnicodeDecodeError:
-            raise self.damaged(f"holds {what:.100} that is not UTF-8") from None
+            raise self.damaged(f"holds {label:.100} that is not UTF-8") from None
 
     def value(self, kind: int, key: str) -> Any:
         """Reads a value of the metadata. An array is skipped."""
@@ -293,8 +293,8 @@ class Reader:
         offset = self.at
         if item == STRING:
             self.need(8 * count, f"the array {key!r:.100}")
-            self.strings_left -= count
-            if self.strings_left < 0:
+            self.remaining_strings -= count
+            if self.remaining_strings < 0:
                 raise self.damaged(f"has more than {MAX_STRINGS:,} strings")
             for _ in self.strings(count, False):
                 pass

@@ -58,14 +58,14 @@ def parse_config(d: Mapping[str, Any], where: str = "config.json") -> ModelConfi
         UserError: the model_type is not registered, or a field is missing, invalid or unsupported.
     """
     name = d.get("model_type")
-    if isinstance(name, str) and (missing := next((what for part, what in MISSING.items() if part in name), None)):
+    if isinstance(name, str) and (missing := next((reason for part, reason in MISSING.items() if part in name), None)):
         raise UserError(f"model_type {name!r:.100} in {where} is not supported, because {missing}: use another model.")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise UserError(f"model_type {name!r:.100} in {where} is not supported: use one of {supported}.")
     kind = ARCHITECTURES[name]
-    stated = text_part(d, kind.TEXT_TYPES, where) if kind.TEXT_TYPES else d
-    return kind.parse({**kind.defaults(stated), **stated}, where)
+    text_config = text_part(d, kind.TEXT_TYPES, where) if kind.TEXT_TYPES else d
+    return kind.parse({**kind.defaults(text_config), **text_config}, where)
 
 
 def load_config(directory: str | Path) -> ModelConfig:

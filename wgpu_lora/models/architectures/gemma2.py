@@ -21,7 +21,7 @@ from wgpu_lora.models.blocks.transformer_block import (
     GatedMLP,
     Transformer,
     layer_types,
-    stated_window,
+    window_size,
 )
 from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
 from wgpu_lora.models.config_fields import boolean, whole
@@ -82,7 +82,7 @@ class Gemma(Transformer):
 
     @classmethod
     def windows(cls, d: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
-        window, types = stated_window(d, where), d.get("layer_types")
+        window, types = window_size(d, where), d.get("layer_types")
         if types is None:
             every = whole(d, "sliding_window_pattern", where, cls.EVERY)
             types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]

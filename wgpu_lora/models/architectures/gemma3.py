@@ -11,7 +11,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.models.architectures.gemma2 import Gemma, GemmaGGUF
 from wgpu_lora.models.blocks.attention_block import Attention
 from wgpu_lora.models.multimodal import TEXT_PART, TextPart
-from wgpu_lora.models.rotary_embedding import Rope, RopeScaling, RopeTable, parse_rope, stated_rope
+from wgpu_lora.models.rotary_embedding import Rope, RopeScaling, RopeTable, parse_rope, rope_fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -43,8 +43,8 @@ class Gemma3Text(Gemma):
                 f"attn_logit_softcapping in {where} is not supported for {d['model_type']}: transformers ignores it."
             )
         local = _rope_of(d, SLIDING, "rope_local_base_freq", 1e4, cls.POSITIONS, where)
-        own = {"local_rope_theta": local.theta, "local_rope_scaling": local.scaling}
-        return super().own_fields(d, where) | own
+        local_fields = {"local_rope_theta": local.theta, "local_rope_scaling": local.scaling}
+        return super().own_fields(d, where) | local_fields
 
     def tables(self) -> list[RopeTable]:
         return [self._rope, self._local]
@@ -73,16 +73,16 @@ class Gemma3(TextPart, Gemma3Text):
 
 
 def _rope_of(d: Mapping[str, Any], kind: str, theta: str, default: float, positions: int, where: str) -> Rope:
-    """The rope parameters of a kind of layers: in rope_parameters by kind or, in earlier files, in fields of their own,
-    of which rope_scaling is for full attention alone. Raises UserError."""
-    given = d.get("rope_parameters") or {}
-    every = stated_rope({"rope_parameters": given}, where)
-    stated = {name: value for name, value in every.items() if value is not None}
-    if stated and not stated.keys() <= {FULL, SLIDING}:
+    """The rope parameters of a kind of layers: in rope_parameters by kind or, in earlier files, in separate fields, of
+    which rope_scaling is for full attention only. Raises UserError."""
+    parameters = d.get("rope_parameters") or {}
+    every = rope_fields({"rope_parameters": parameters}, where)
+    by_kind = {name: value for name, value in every.items() if value is not None}
+    if by_kind and not by_kind.keys() <= {FULL, SLIDING}:
         raise UserError(f"rope_parameters in {where} must be by kind of layer, {FULL} and {SLIDING}: correct the file.")
-    result = stated.get(kind, {})
+    result = by_kind.get(kind, {})
     if not isinstance(result, Mapping):
         raise UserError(f"rope_parameters.{kind} in {where} is {result!r:.60}, expected an object: correct the file.")
-    earlier = stated_rope({"rope_scaling": d.get("rope_scaling")}, where) if kind == FULL else {}
-    own = {"rope_theta": d.get(theta, default), **result, **earlier}
-    return parse_rope({**d, "rope_parameters": own, "rope_scaling": None}, positions, where, default)
+    earlier = rope_fields({"rope_scaling": d.get("rope_scaling")}, where) if kind == FULL else {}
+    rope = {"rope_theta": d.get(theta, default), **result, **earlier}
+    return parse_rope({**d, "rope_parameters": rope, "rope_scaling": None}, positions, where, default)

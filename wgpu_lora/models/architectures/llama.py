@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and models of the same form: no sliding windows, biases as stated in config.json."""
+"""Llama 2 and 3, and models of the same form: no sliding windows, biases as in config.json."""
 
 from __future__ import annotations
 

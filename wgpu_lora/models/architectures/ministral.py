@@ -14,11 +14,11 @@ from gguf import GGUFWriter
 from wgpu_lora.formats.gguf.gguf_header import Header
 from wgpu_lora.models.architectures.mistral import Mistral, same_windows
 from wgpu_lora.models.blocks.attention_block import Attention
-from wgpu_lora.models.blocks.transformer_block import Transformer, layer_types, stated_window
+from wgpu_lora.models.blocks.transformer_block import Transformer, layer_types, window_size
 from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
 from wgpu_lora.models.config_fields import whole
 from wgpu_lora.models.multimodal import TEXT_PART, TextPart
-from wgpu_lora.models.rotary_embedding import DEFAULT_THETA, RopeTable, positive, stated_rope
+from wgpu_lora.models.rotary_embedding import DEFAULT_THETA, RopeTable, positive, rope_fields
 
 
 class Ministral(Transformer):
@@ -27,7 +27,7 @@ class Ministral(Transformer):
 
     @classmethod
     def windows(cls, d: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
-        window, types = stated_window(d, where), d.get("layer_types")
+        window, types = window_size(d, where), d.get("layer_types")
         if types is None:
             return (window,) * layers
         kinds = layer_types(types, window, layers, where)
@@ -100,7 +100,7 @@ class Ministral3(Transformer):
 
     @classmethod
     def own_fields(cls, d: Mapping[str, Any], where: str) -> dict[str, Any]:
-        rope = stated_rope(d, where)
+        rope = rope_fields(d, where)
         if d.get("text_type") == "mistral":  # which has no such scale
             return {}
         beta = positive(rope.get("llama_4_scaling_beta"), "llama_4_scaling_beta", where)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.blocks.transformer_block import Transformer, layer_types, stated_window
+from wgpu_lora.models.blocks.transformer_block import Transformer, layer_types, window_size
 from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
 from wgpu_lora.models.multimodal import TEXT_PART
 
@@ -27,7 +27,7 @@ class Mistral(Transformer):
 
 def same_windows(d: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
     """The window of all layers alike. Raises UserError if layer_types says otherwise."""
-    window, types = stated_window(d, where), d.get("layer_types")
+    window, types = window_size(d, where), d.get("layer_types")
     kinds = [] if types is None else layer_types(types, window, layers, where)
     if window is not None and "full_attention" in kinds:
         raise UserError(

@@ -13,7 +13,7 @@ from gguf.constants import GGMLQuantizationType
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf.gguf_header import Header
-from wgpu_lora.models.blocks.transformer_block import Transformer, stated_window
+from wgpu_lora.models.blocks.transformer_block import Transformer, window_size
 from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
 from wgpu_lora.models.rotary_embedding import LongRopeScaling, Rope, parse_longrope, parse_rope
 
@@ -125,7 +125,7 @@ class Phi3(Transformer):
 
     @classmethod
     def windows(cls, d: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
-        return (stated_window(d, where),) * layers
+        return (window_size(d, where),) * layers
 
 
 def _plain(d: Mapping[str, Any]) -> dict[str, Any]:

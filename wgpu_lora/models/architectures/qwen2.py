@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from wgpu_lora.models.blocks.transformer_block import Biases, Transformer, stated_window
+from wgpu_lora.models.blocks.transformer_block import Biases, Transformer, window_size
 from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
 from wgpu_lora.models.config_fields import boolean
 
@@ -22,4 +22,4 @@ class Qwen2(Transformer):
 
     @classmethod
     def window(cls, d: Mapping[str, Any], where: str) -> int | None:
-        return stated_window(d, where) if boolean(d, "use_sliding_window", where) else None
+        return window_size(d, where) if boolean(d, "use_sliding_window", where) else None

@@ -52,8 +52,8 @@ class DeltaGGUF(TransformerGGUF):
         if kinds is None:
             d["full_attention_interval"] = self._number(header, "full_attention_interval", 4)
         else:
-            named = ["linear_attention" if kind else "full_attention" for kind in kinds.tolist()]
-            d["layer_types"] = named[: int(layers)]
+            layer_types = ["linear_attention" if kind else "full_attention" for kind in kinds.tolist()]
+            d["layer_types"] = layer_types[: int(layers)]
         return d
 
     def rotated(self, header: Header, head_dim: Any) -> Any:
@@ -170,13 +170,13 @@ class Qwen35Text(Transformer):
         if not self.linear_layers[index]:
             out, hidden = result[name].shape
             return {**result, name: replace(result[name], shape=(2 * out, hidden))}
-        others = {name: item for name, item in result.items() if not name.startswith("self_attn.")}
-        return self._delta_net().parameters() | others
+        rest = {name: item for name, item in result.items() if not name.startswith("self_attn.")}
+        return self._delta_net().parameters() | rest
 
     def stacks(self, index: int) -> Sequence[Sequence[str]]:
         *_, mlp = super().stacks(index)
-        own = self._delta_net().stacks() if self.linear_layers[index] else (self._attention(index).stack(),)
-        return *own, mlp
+        mixer = self._delta_net().stacks() if self.linear_layers[index] else (self._attention(index).stack(),)
+        return *mixer, mlp
 
     def row_inputs(self) -> Sequence[RowInput]:
         return [*super().row_inputs(), Runs()]

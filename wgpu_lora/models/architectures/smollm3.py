@@ -54,12 +54,12 @@ class SmolLM3(Transformer):
 def rotated_layers(d: Mapping[str, Any], layers: int, where: str) -> tuple[bool, ...]:
     """Which layers have rotary embedding: no_rope_layers, in which 1 means so, or all but every
     no_rope_layer_interval-th. Raises UserError."""
-    stated = d.get("no_rope_layers")
-    if stated is None:
+    flags = d.get("no_rope_layers")
+    if flags is None:
         every = whole(d, "no_rope_layer_interval", where, EVERY)
         return tuple((layer + 1) % every != 0 for layer in range(layers))
-    if not isinstance(stated, list) or len(stated) != layers or any(item not in (0, 1) for item in stated):
+    if not isinstance(flags, list) or len(flags) != layers or any(item not in (0, 1) for item in flags):
         raise UserError(
             f"no_rope_layers in {where} must list {layers} layers (num_hidden_layers), each 0 or 1: correct the file."
         )
-    return tuple(bool(item) for item in stated)
+    return tuple(bool(item) for item in flags)

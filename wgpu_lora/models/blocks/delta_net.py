@@ -98,15 +98,15 @@ class DeltaNet:
         conv, a_log, dt_bias, norm = (
             vectors[f"{self.name}.{name}"] for name in ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
         )
-        kept = block.cache.tensors if block.cache else {}
+        cache = block.cache.tensors if block.cache else {}
         fits = bool(possible_slices(self.key_dim, self.value_dim))
-        if kept and rows <= kept["state"].shape[0] and fits:  # a token of each sequence
-            frozen, of_sequences = (conv, a_log, dt_bias, norm), (kept["inputs"], kept["state"])
+        if cache and rows <= cache["state"].shape[0] and fits:  # a token of each sequence
+            frozen, of_sequences = (conv, a_log, dt_bias, norm), (cache["inputs"], cache["state"])
             y = gated_delta_step(rec, mixed, z, a, b, frozen, runs, *of_sequences, self.key_heads, L2_EPS, self.eps)
         else:
             keys, values = (rows, self.key_heads, self.key_dim), (rows, self.value_heads, self.value_dim)
-            q, k, v = causal_conv(rec, mixed, conv, runs, (keys, keys, values), kept.get("inputs"))
+            q, k, v = causal_conv(rec, mixed, conv, runs, (keys, keys, values), cache.get("inputs"))
             q, k = l2norm(rec, q, k, self.key_dim**-0.5, L2_EPS)
-            y = gated_delta_rule(rec, q, k, v, a, b, a_log, dt_bias, runs, kept.get("state"))
+            y = gated_delta_rule(rec, q, k, v, a, b, a_log, dt_bias, runs, cache.get("state"))
             y = gated_norm(rec, y, z, norm, self.eps)
         return block.linear(y, f"{self.name}.out_proj", onto, accumulate=onto is not None)

@@ -281,7 +281,7 @@ class Transformer(ModelConfig):
         return Attention(self.num_key_value_heads, self.head_dim, window, self._rope, eps, turns=turns, fused=fused)
 
 
-def stated_window(d: Mapping[str, Any], where: str) -> int | None:
+def window_size(d: Mapping[str, Any], where: str) -> int | None:
     """sliding_window: 4,096 if it is missing, None if it is null."""
     return whole(d, "sliding_window", where, 4096) if d.get("sliding_window", 4096) is not None else None
 

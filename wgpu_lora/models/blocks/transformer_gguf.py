@@ -115,11 +115,11 @@ class TransformerGGUF(GGUFForm[Transformer]):
         heads, head_dim = d["num_attention_heads"], self._number(header, "attention.key_length")
         if head_dim is None and heads and isinstance(heads, int):
             head_dim = d["hidden_size"] // heads
-        stated = {
+        sizes = {
             "attention.value_length": self._number(header, "attention.value_length", head_dim),
             "rope.dimension_count": self.rotated(header, head_dim),
         }
-        for key, value in stated.items():
+        for key, value in sizes.items():
             if value != head_dim:
                 raise UserError(
                     f"{self.name}.{key} in {header.path} is {value}, but heads of {head_dim} are expected: use another "
@@ -150,8 +150,8 @@ class TransformerGGUF(GGUFForm[Transformer]):
         rope |= {"rope_type": kind, "factor": factor}
         if kind == "linear":
             return rope
-        stated = {name: self._number(header, f"rope.scaling.{key}") for name, key in _YARN.items()}
-        rope |= {name: value for name, value in stated.items() if value is not None}
+        yarn = {name: self._number(header, f"rope.scaling.{key}") for name, key in _YARN.items()}
+        rope |= {name: value for name, value in yarn.items() if value is not None}
         more = self._number(header, "rope.scaling.attn_factor")
         neutral, log = {"yarn_ext_factor": 1}, 0
         if self.log_multiplier:

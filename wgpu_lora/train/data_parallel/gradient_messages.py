@@ -15,12 +15,12 @@ from wgpu_lora.models.adapter_set import AdapterSet
 from wgpu_lora.train.session.session import Session
 
 Arrays = Mapping[str, np.ndarray]
-SAID = "said"  # the entry of the metadata that has a message's JSON values
+HEADER = "said"  # the entry of the metadata that has a message's JSON values
 
 
-def message(said: Mapping[str, Any], arrays: Arrays | None = None) -> bytes:
+def message(header: Mapping[str, Any], arrays: Arrays | None = None) -> bytes:
     """JSON values and arrays as bytes, in the safetensors format."""
-    result: bytes = save(dict(arrays or {}), {SAID: json.dumps(said)})
+    result: bytes = save(dict(arrays or {}), {HEADER: json.dumps(header)})
     return result
 
 
@@ -33,8 +33,8 @@ def read_message(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     try:
         arrays = load(data)
         length = int.from_bytes(data[:8], "little")  # `load` has checked it
-        header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][SAID])
-    except Exception as error:  # safetensors raises an error of its own
+        header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][HEADER])
+    except Exception as error:  # safetensors has its own exception
         raise ValueError(f"a message cannot be read ({error})") from None
     if not isinstance(header, dict):
         raise ValueError("a message has no values")
@@ -77,10 +77,10 @@ def clear_gradients(session: Session) -> None:
         session.device.write(page.storage.buffer, np.zeros(page.storage.nbytes // 4, np.float32))
 
 
-def sum_gradients(first: Arrays, others: Sequence[Arrays]) -> dict[str, np.ndarray]:
-    """The sums of all, in f32 and in this order, so that the same members give the same bits."""
+def sum_gradients(first: Arrays, rest: Sequence[Arrays]) -> dict[str, np.ndarray]:
+    """The sums over all members, in f32 and in this order, so that the same members give the same bits."""
     result = {name: values.copy() for name, values in first.items()}
-    for other in others:
+    for other in rest:
         for name, values in result.items():
             values += other[name]
     return result

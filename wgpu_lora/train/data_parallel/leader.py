@@ -55,10 +55,10 @@ class StepPart:
         return cls(session, run, step, session.with_kl_estimate(run.stream.groups(step, run.slot))[0][0].kl_estimate)
 
     def accumulate(self, span: Span) -> None:
-        """Add the losses, metrics and gradients of a part, and wait until that is done."""
+        """Add the losses, metrics and gradients of a part, and wait for the device."""
         for groups in self.run.stream.part(self.step, *span, self.run.slot):
-            known = groups if self.estimate is None else [replace(one, kl_estimate=self.estimate) for one in groups]
-            self.session.accumulate(known)
+            batch = groups if self.estimate is None else [replace(one, kl_estimate=self.estimate) for one in groups]
+            self.session.accumulate(batch)
         self.session.device.wait()
 
     def question(self, span: Span) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class DataParallelLeader:
         return {f"share/{member}": round(share, 4) for member, share in self._took.items()}
 
     def accumulate(self, session: Session, run: AdapterRun, step: Step) -> None:
-        """`Session.begin`, and the losses, metrics and gradients of a step, by all members that are there."""
+        """`Session.begin`, and the losses, metrics and gradients of a step, computed by all ready members."""
         session.begin()
         members = [0, *self.ready()]
         if len(members) == 1:
@@ -112,16 +112,16 @@ class DataParallelLeader:
         spans = dict(zip(members, split_by_share(sizes, self._shares.of(members)), strict=True))
         tokens = {member: sum(sizes[slice(*span)]) for member, span in spans.items()}
         shared = StepPart.estimated(session, run, step)
-        asked = [member for member in members[1:] if tokens[member]]
-        self._ask(shared, {member: spans[member] for member in asked}, tokens)
+        helpers = [member for member in members[1:] if tokens[member]]
+        self._ask(shared, {member: spans[member] for member in helpers}, tokens)
         begin = time.monotonic()
         shared.accumulate(spans[0])
-        own = time.monotonic() - begin
+        seconds = time.monotonic() - begin
         if tokens[0]:
-            self._shares.took(0, tokens[0], own)
+            self._shares.took(0, tokens[0], seconds)
         answers = {}
-        for member in asked:
-            patience = self._shares.patience(member, tokens[member], own)
+        for member in helpers:
+            patience = self._shares.patience(member, tokens[member], seconds)
             answers[member] = self._helpers[member].answer(begin + patience - time.monotonic())
         used = self._add(shared, spans, answers)
         helped = {member: tokens[member] / sum(sizes) for member in used}
@@ -148,7 +148,7 @@ class DataParallelLeader:
     def _add(
         self, shared: StepPart, spans: Mapping[int, Span], answers: Mapping[int, Answer | None]
     ) -> dict[int, Answer]:
-        """Add the helpers' sums, and compute here what is missing; returns the answers that were added."""
+        """Add the helpers' sums, and compute missing parts here; returns the answers that were added."""
         session = shared.session
         result = {
             m: answer
@@ -157,11 +157,12 @@ class DataParallelLeader:
         }
         for member in answers.keys() - result.keys():
             shared.accumulate(spans[member])
-        own = gradient_messages.read_gradients(session)
+        gradients = gradient_messages.read_gradients(session)
         for member, answer in answers.items():
             if answer and member in result:
                 self._shares.took(member, self._helpers[member].tokens, answer.seconds)
-            elif answer and gradient_messages.finite(own):  # else the rows are at fault, as the update will report
+            # If the leader's gradients are not finite, the rows are at fault, as the update will report.
+            elif answer and gradient_messages.finite(gradients):
                 self._barred.add(member)
                 warnings.warn(
                     f"replica {member} of the data-parallel run {shared.run.directory} answers with values that are "
@@ -170,12 +171,12 @@ class DataParallelLeader:
                 )
         if result:
             gradient_messages.write_gradients(
-                session, gradient_messages.sum_gradients(own, [answer.arrays for answer in result.values()])
+                session, gradient_messages.sum_gradients(gradients, [answer.arrays for answer in result.values()])
             )
         return result
 
 
-KEPT = 32  # steps that shares stay as they are, so that results can be explained
+SHARE_STEPS = 32  # steps that shares stay as they are, so that results can be explained
 SETTLING = 4  # steps after which those of other members are adapted first
 RECENT = 8  # parts whose median is a member's speed
 LATE, GRACE = 4.0, 2.0  # a part is late after this multiple of its usual time, plus seconds
@@ -191,10 +192,10 @@ def split_by_share(sizes: Sequence[int], shares: Sequence[float]) -> list[Span]:
     """
     ends = [0, *itertools.accumulate(sizes)]
     spans, begin, share = list[Span](), 0, 0.0
-    for own in shares[:-1]:
-        share += own
-        wanted = ends[-1] * share / sum(shares)
-        end = min(range(begin, len(ends)), key=lambda i: abs(ends[i] - wanted))
+    for member_share in shares[:-1]:
+        share += member_share
+        target = ends[-1] * share / sum(shares)
+        end = min(range(begin, len(ends)), key=lambda i: abs(ends[i] - target))
         spans.append((begin, end))
         begin = end
     return [*spans, (begin, len(sizes))]
@@ -205,24 +206,26 @@ class LoadBalance:
     """The shares of members, by number; the leader is 0."""
 
     _seconds: dict[int, deque[float]] = field(default_factory=dict)  # per token, of each member's recent parts
-    _kept: dict[int, float] = field(default_factory=dict)
-    _left: int = 0  # steps until the shares are computed again
+    _current: dict[int, float] = field(default_factory=dict)
+    _remaining_steps: int = 0  # until the shares are computed again
     _parts: set[int] = field(default_factory=set)  # members that had a part since they were computed
 
     def of(self, members: Sequence[int]) -> list[float]:
         """The shares of the next step, which sum to 1."""
-        if list(self._kept) != list(members):
-            self._kept, self._left = self._computed(members), SETTLING
-        elif not self._left:
-            for idle in self._kept.keys() - self._parts:  # its speed may have changed since
+        if list(self._current) != list(members):
+            self._current, self._remaining_steps = self._computed(members), SETTLING
+        elif not self._remaining_steps:
+            for idle in self._current.keys() - self._parts:  # its speed may have changed since
                 self._seconds[idle] = deque((value / 2 for value in self._seconds.get(idle, ())), RECENT)
-            self._kept, self._left = self._computed(members), KEPT
+            self._current, self._remaining_steps = self._computed(members), SHARE_STEPS
             self._parts = set()
-        self._left -= 1
-        return list(self._kept.values())
+        self._remaining_steps -= 1
+        return list(self._current.values())
 
     def _computed(self, members: Sequence[int]) -> dict[int, float]:
-        speeds = {member: 1 / statistics.median(known) for member in members if (known := self._seconds.get(member))}
+        speeds = {
+            member: 1 / statistics.median(seconds) for member in members if (seconds := self._seconds.get(member))
+        }
         usual = statistics.fmean(speeds.values()) if speeds else 1.0
         result = {member: speeds.get(member, usual) for member in members}
         return {member: speed / sum(result.values()) for member, speed in result.items()}
@@ -236,9 +239,9 @@ class LoadBalance:
         """A member is another process or device now."""
         self._seconds.pop(member, None)
 
-    def patience(self, member: int, tokens: int, own: float) -> float:
-        """Seconds after which a part of `tokens` is late, if the leader's own took `own` seconds."""
-        known = self._seconds.get(member)
-        if not known:
-            return FIRST * own + FIRST_GRACE
-        return LATE * statistics.median(known) * tokens + GRACE
+    def patience(self, member: int, tokens: int, leader_seconds: float) -> float:
+        """Seconds after which a part of `tokens` is late, if that of the leader took `leader_seconds`."""
+        seconds = self._seconds.get(member)
+        if not seconds:
+            return FIRST * leader_seconds + FIRST_GRACE
+        return LATE * statistics.median(seconds) * tokens + GRACE

@@ -231,7 +231,7 @@ class TrainingClock:
 
     run: AdapterRun
     _origin: float | None = None  # when the session's first step began, less the time of earlier sessions
-    _begun: float = 0.0  # elapsed time at the beginning of the step
+    _step_start: float = 0.0  # elapsed time at the beginning of the step
     _steps: int = 0  # of this session
     _gaps: float = 0.0  # seconds between the steps of this session
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -249,16 +249,16 @@ class TrainingClock:
     def begin_step(self) -> None:
         if self._origin is None:
             self._origin = self.now() - self.run.state.elapsed_seconds
-        self._begun = self.elapsed()
+        self._step_start = self.elapsed()
         if self.run.args.target_seconds:
             self._end_warmup()
 
     def end_step(self) -> None:
-        """Call it when a step was taken, before it is counted."""
+        """Called after a step, before it is counted."""
         state, end = self.run.state, self.elapsed()
         if self._steps:  # the first step of a session compiles kernels
-            self._recent.append(end - self._begun)
-            self._gaps += self._begun - state.elapsed_seconds
+            self._recent.append(end - self._step_start)
+            self._gaps += self._step_start - state.elapsed_seconds
             if state.warmed_seconds is None:
                 state.warming_seconds += end - state.elapsed_seconds
             state.step_seconds = statistics.median(self._recent)
@@ -316,7 +316,7 @@ class TrainingClock:
         """Progress of the decay at the beginning of the step, from 0 to 1."""
         args, state, warmed = self.run.args, self.run.state, self.run.state.warmed_seconds or 0.0
         assert args.target_seconds
-        result = (self._begun - warmed) / max(args.target_seconds - warmed, 1e-9)
+        result = (self._step_start - warmed) / max(args.target_seconds - warmed, 1e-9)
         if args.max_steps > 0:
             result = max(result, (state.step - state.warmed_step) / max(1, args.max_steps - state.warmed_step))
         return min(1.0, max(0.0, result))
@@ -326,7 +326,7 @@ class TrainingClock:
         state, args = self.run.state, self.run.args
         if state.warmed_seconds is None and self._warmup_share() >= 1:
             beyond = max(0.0, self._warmup_elapsed() - self._warmup_seconds()) if not args.warmup_steps else 0.0
-            state.warmed_seconds, state.warmed_step = max(0.0, self._begun - beyond), state.step
+            state.warmed_seconds, state.warmed_step = max(0.0, self._step_start - beyond), state.step
 
     def _warmup_share(self) -> float:
         """The share of the warm-up that is done; at 1 it is over."""

@@ -54,7 +54,7 @@ class Trainer:
     sharing: DataParallelLeader | None = None
     requests: Requests = field(default_factory=Requests)
     _stop: threading.Event = field(default_factory=threading.Event)
-    _asked: bool = False  # whether `events.step` stopped it
+    _stopped_by_events: bool = False  # whether `events.step` stopped it
     _saved: float = field(default_factory=time.monotonic)  # when, or when training began
     _full: OSError | None = None  # what was written when the disk was full, before the reserve was released
 
@@ -75,7 +75,11 @@ class Trainer:
                     self.save()
                     raise self._full
                 if self._stop.is_set():
-                    self._retire(dict.fromkeys((p.run.slot for p in live), "callback" if self._asked else "interrupt"))
+                    self._retire(
+                        dict.fromkeys(
+                            (p.run.slot for p in live), "callback" if self._stopped_by_events else "interrupt"
+                        )
+                    )
                 else:
                     self._train_step(live)
             return self.records
@@ -101,12 +105,12 @@ class Trainer:
                     self._write(partial(progress.measure_start, _Interruptible(self)))
 
     def _live_slots(self) -> list[SlotProgress]:
-        """The slots with work left; ends the others if not done yet."""
-        reasons = {p.run.slot: p.reason_to_end() or self._asked_to_end(p.run) for p in self.all if not p.ended}
+        """The slots with remaining steps; the other slots are ended."""
+        reasons = {p.run.slot: p.reason_to_end() or self._end_request(p.run) for p in self.all if not p.ended}
         self._retire({slot: reason for slot, reason in reasons.items() if reason})
         return [p for p in self.all if not p.ended]
 
-    def _asked_to_end(self, run: AdapterRun) -> str | None:
+    def _end_request(self, run: AdapterRun) -> str | None:
         return "request" if self.requests.ending(run.name) else None
 
     def _train_step(self, live: list[SlotProgress]) -> None:
@@ -201,7 +205,7 @@ class Trainer:
         result = self._write(progress.logged)
         self._write(progress.save_best)
         if self.events.step(result) is True:
-            self._asked = True
+            self._stopped_by_events = True
             self._stop.set()
         if progress.epoch_done:
             self._write(partial(self.save_epoch, progress.run, progress.epoch_done))
@@ -226,7 +230,7 @@ class Trainer:
     @property
     def interrupted(self) -> bool:
         """Whether anything other than `events.step` stopped training."""
-        return self._stop.is_set() and not self._asked
+        return self._stop.is_set() and not self._stopped_by_events
 
     def stop(self, signal_name: str | None = None) -> None:
         """End the runs after the current step, as an interrupt does."""

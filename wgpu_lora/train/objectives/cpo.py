@@ -59,15 +59,15 @@ def cpo_scores(
     rate = 1 / np.maximum(1, spans[:, :, 1] - spans[:, :, 0]) if mean else np.ones((size, 2))
     logps, shared = rate * x[:, :, 0], np.where(used, shared_values.reshape(size), 0)
     difference, nll = logps[:, 0] - logps[:, 1], -shared * x[:, 0, 1]
-    given = difference, kind, beta, label_smoothing, gamma
+    arguments = difference, kind, beta, label_smoothing, gamma
     slope = np.zeros((size, 2, 2))
-    slope[:, :, 0] = cpo_slopes(*given)[:, None] * rate * (1, -1)
+    slope[:, :, 0] = cpo_slopes(*arguments)[:, None] * rate * (1, -1)
     slope[:, 0, 1] = -alpha * shared
     logged = np.zeros((7, stride))
     logged[:, :size] = used * np.stack([*(beta * logps.T), difference > 0, beta * difference, *logps.T, nll])
     return (
         np.where(used[:, None, None], factor[:, None, None] * slope, 0),
-        used * (cpo_losses(*given) + alpha * nll),
+        used * (cpo_losses(*arguments) + alpha * nll),
         logged,
     )
 

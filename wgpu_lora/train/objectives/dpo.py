@@ -80,8 +80,8 @@ def dpo_scores(
     apo_zero: F32 = 0.0, apo_down: F32 = 0.0, sft: F32 = 0.0,
 ) -> Any:  # fmt: skip
     """losses = sum of weight loss(c, r), with c and r the log-ratios to the reference (see `dpo_losses`)."""
-    given = (sigmoid, hinge, ipo, exo_pair, nca_pair, robust, sppo_hard, apo_zero, apo_down, sft)
-    chosen = dict(zip(LOSSES, given, strict=True))
+    loss_weights = (sigmoid, hinge, ipo, exo_pair, nca_pair, robust, sppo_hard, apo_zero, apo_down, sft)
+    chosen = dict(zip(LOSSES, loss_weights, strict=True))
     used = group_weights.reshape(size) != 0
     x = np.where(used[:, None, None], sums.reshape(size, 2, 2), 0)
     ratios = x[:, :, 0] - np.where(used[:, None], reference.reshape(size, 2), 0)

@@ -45,7 +45,7 @@ def kd_scores(
     forward: Flag = False, reverse: Flag = False, beta: F32 = 0.5,
 ) -> Any:  # fmt: skip
     """slopes [R, K + 1] and values [0:2, r]: derivatives of weight * loss by picked logits, and the sum of those by all
-    others, that of temperature 1 apart if it has a softmax of its own (`plain`); values[2:]: loss and metrics."""
+    others, separately for temperature 1 if it has another softmax (`plain`); values[2:]: loss and metrics."""
     w, place = token_weights.reshape(-1), places.reshape(-1).astype(int)
     logits, lp = np.full((rows, kept + 2), -np.inf), teacher.reshape(rows, kept + 1).astype(np.float64)
     row, has_extra = np.arange(rows), place == kept
@@ -76,8 +76,8 @@ def kd_scores(
     rests = [hard[:, -1] if plain is not None else soft[:, -1] + hard[:, -1], hard[:, -1]]
     if plain is not None:
         rests[0] = soft[:, -1]
-    known = plain is not None or rate == 1
-    top1_loss, full_loss = known * -lq1[:, 0], known * -lq1[row, place]
+    has_plain = plain is not None or rate == 1
+    top1_loss, full_loss = has_plain * -lq1[:, 0], has_plain * -lq1[row, place]
     largest, mass = state.reshape(rows, 4)[:, :2].T
     agrees = logits[:, 0] >= np.maximum(logits.max(1), np.where(mass > 0, largest, -np.inf))
     total = kd * loss.sum(1) + top1 * top1_loss + full * full_loss
@@ -150,9 +150,9 @@ class KD(Objective):
     def score_sweep(self, rec: Recorder, swept: Sweep, scoring: Scoring) -> Score:
         teacher = scoring.teacher
         assert teacher is not None
-        rows, kept = scoring.weights.size, self.support
+        rows, support = scoring.weights.size, self.support
         stride = align(4 * rows) // 4
-        slopes, values = rec.temp((rows, kept + 1), name="support slopes"), rec.temp((9, stride), name="kd")
+        slopes, values = rec.temp((rows, support + 1), name="support slopes"), rec.temp((9, stride), name="kd")
         both = len(self.temperatures) == 2
         rec.dispatch(
             kd_scores,
@@ -165,7 +165,7 @@ class KD(Objective):
             values,
             swept.states[1.0] if both else None,
             rows=rows,
-            kept=kept,
+            kept=support,
             stride=stride,
             rate=1 / self.temperature,
             kd=self.kd_weight,

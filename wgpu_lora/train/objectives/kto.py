@@ -42,8 +42,8 @@ def kto_scores(
     logged = np.zeros((7, stride))
     logged[6, :size] = kl
     for i, value in enumerate((beta * x, logps, np.ones(size))):
-        for j, mine in enumerate((good, ~good)):
-            logged[2 * i + j, :size] = np.where(used & mine, value, 0)
+        for j, mask in enumerate((good, ~good)):
+            logged[2 * i + j, :size] = np.where(used & mask, value, 0)
     return slope, np.where(used, loss, 0), logged
 
 

@@ -56,8 +56,8 @@ class Preference(Objective):
         stride = align(4 * size) // 4
         slopes, losses = rec.temp(sums.shape, name="slopes"), rec.temp((size,), name="losses")
         metrics = rec.temp((len(names), stride), name="metrics")
-        given = self.inputs(sums, scoring)
-        rec.dispatch(self.kernel(), *given, slopes, losses, metrics, size=size, stride=stride, **self.constants())
+        inputs = self.inputs(sums, scoring)
+        rec.dispatch(self.kernel(), *inputs, slopes, losses, metrics, size=size, stride=stride, **self.constants())
         weights = record_weights(rec, slopes, logprobs.shape, groups, self.verbose_weight)
         logged = {name: metrics.rows(i, i + 1).reshape(stride) for i, name in enumerate(names)}
         return Score(weights, losses, logged)

@@ -35,7 +35,7 @@ class AdamW:
     """AdamW, with the names and defaults of transformers' TrainingArguments."""
 
     state: ClassVar[tuple[State, ...]] = (State("first_moment"), State("second_moment", least=0.0))
-    kept: ClassVar[Any] = PlainState
+    state_class: ClassVar[Any] = PlainState
     Hyper: ClassVar[type] = Hyper
 
     weight_decay: float = 0.0

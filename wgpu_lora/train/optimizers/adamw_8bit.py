@@ -20,7 +20,7 @@ class AdamW8bit(AdamW):
         State("first_moment", EIGHT_BIT),
         State("second_moment", EIGHT_BIT, least=0.0),
     )
-    kept: ClassVar[Any] = EightBit
+    state_class: ClassVar[Any] = EightBit
 
     def record_check(self, program: Program, page: Page, diverged: Tensor) -> None:
         values = page.params, page.grads, *page.state, page.hyper, page.report

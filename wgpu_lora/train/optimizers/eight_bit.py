@@ -67,19 +67,19 @@ def unpacked(codes: Any, values: Any, places: Any, states: int) -> list[np.ndarr
 
 
 def packed(states: Sequence[Any], go: Any, codes: Any, values: Any, places: Any) -> tuple[Any, Any]:
-    """(codes, values) with the new states of the blocks that go."""
+    """(codes, values) with the new states of the blocks that are updated."""
     codes, values = codes.copy(), values.astype(np.float64)
     for block, (owner, word, value, wide) in enumerate(places.astype(np.int64)):
         if owner == NO_OWNER or wide == UNKEPT or not go[block]:
             continue
         for at, state in enumerate(states):
-            own = state.reshape(-1, BLOCK)[block]
+            block_state = state.reshape(-1, BLOCK)[block]
             if wide:
-                values[value + at * BLOCK :][:BLOCK] = own
+                values[value + at * BLOCK :][:BLOCK] = block_state
                 continue
-            scales = np.abs(own).reshape(QUARTERS, QUANT_BLOCK).max(axis=1)
+            scales = np.abs(block_state).reshape(QUARTERS, QUANT_BLOCK).max(axis=1)
             values[value + at * QUARTERS :][:QUARTERS] = scales
-            relative = own / np.maximum(np.repeat(scales, QUANT_BLOCK), SMALLEST)
+            relative = block_state / np.maximum(np.repeat(scales, QUANT_BLOCK), SMALLEST)
             codes[4 * word + at * BLOCK :][:BLOCK] = nearest_codes(relative, SIGNED[at])
     return codes, values
 
@@ -91,9 +91,9 @@ def updated_8bit(
     hyper, report = rest
     places = places.reshape(-1, 4)
     old, owners = unpacked(codes, values, places, states), places[:, 0]
-    before, kept = params, np.repeat(places[:, 3] != UNKEPT, BLOCK)
+    before, has_state = params, np.repeat(places[:, 3] != UNKEPT, BLOCK)
     params, zeroed, *new = apply_update(moved, record, params, grads, old, owners, hyper, report)
-    params = np.where(kept, params, before)
+    params = np.where(has_state, params, before)
     fine = report.reshape(-1, 4)[:, 2] != 0
     go = fine[np.where(owners == NO_OWNER, 0, owners // 2)]
     return params, zeroed, *packed(new, go, codes, values, places)
@@ -126,9 +126,9 @@ def some_records(arrays: Arrays, c: Constants) -> Part | None:
             word += code_words(states)
         values.append(arrays["values"][first_value:][: record_values(states, bool(wide))])
         value += values[-1].size
-    kept = select_rows(arrays, "params grads diverged", count, picked)
-    kept |= {"codes": np.concatenate(codes), "values": np.concatenate(values)}
-    return {**kept, "places": moved.astype(np.uint32)}, {**c, "blocks": picked.size}
+    part = select_rows(arrays, "params grads diverged", count, picked)
+    part |= {"codes": np.concatenate(codes), "values": np.concatenate(values)}
+    return {**part, "places": moved.astype(np.uint32)}, {**c, "blocks": picked.size}
 
 
 ABSMAX = "_absmax"  # after the name of a state: the scales of its codes, as bitsandbytes calls them
@@ -159,7 +159,7 @@ class EightBit:
         for slot in range(trained.slots):
             for place in trained.places(slot).values():
                 first = place.first // BLOCK
-                small = math.prod(place.own) < LEAST_VALUES
+                small = math.prod(place.stored_shape) < LEAST_VALUES
                 kinds[place.page][first : first + place.blocks] = WIDE if small else NARROW
         self._places: list[np.ndarray] = []
         self.pages: list[tuple[Tensor, ...]] = []
@@ -192,8 +192,8 @@ class EightBit:
         for record in self._records(slot):
             place, count = record.place, len(self.states)
             size = place.blocks * record_values(count, record.wide)
-            own = values[place.page][record.value : record.value + size].reshape(place.blocks, count, -1)
-            whole: np.ndarray = own
+            numbers = values[place.page][record.value : record.value + size].reshape(place.blocks, count, -1)
+            whole: np.ndarray = numbers
             if not record.wide:
                 whole = codes[place.page][record.code : record.code + place.blocks * count * BLOCK]
                 whole = whole.reshape(place.blocks, count, BLOCK)
@@ -201,14 +201,14 @@ class EightBit:
                 name = f"{record.name}.{state.name}"
                 result[name] = replace(place, first=0).cropped(whole[:, at].reshape(-1))
                 if not record.wide:
-                    result[name + ABSMAX] = own[:, at].reshape(-1).copy()
+                    result[name + ABSMAX] = numbers[:, at].reshape(-1).copy()
         return result
 
     def fault(self, slot: int, stored: Mapping[str, np.ndarray]) -> str | None:
         expected: dict[str, tuple[type, tuple[int, ...], float | None]] = {}
         for record in self._records(slot):
             for state in self.states:
-                name, shape = f"{record.name}.{state.name}", record.place.own
+                name, shape = f"{record.name}.{state.name}", record.place.stored_shape
                 expected[name] = (np.float32, shape, state.least) if record.wide else (np.uint8, shape, None)
                 if not record.wide:
                     expected[name + ABSMAX] = np.float32, (QUARTERS * record.place.blocks,), 0.0

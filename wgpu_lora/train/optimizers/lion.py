@@ -31,7 +31,7 @@ class Lion:
     """Lion, with the betas of transformers' TrainingArguments, as there."""
 
     state: ClassVar[tuple[State, ...]] = (State("momentum"),)
-    kept: ClassVar[Any] = PlainState
+    state_class: ClassVar[Any] = PlainState
     Hyper: ClassVar[type] = Hyper
 
     weight_decay: float = 0.0

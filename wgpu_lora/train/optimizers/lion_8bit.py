@@ -17,7 +17,7 @@ from wgpu_lora.train.optimizers.update_rule import EIGHT_BIT, Page, State
 @dataclass(frozen=True)
 class Lion8bit(Lion):
     state: ClassVar[tuple[State, ...]] = (State("momentum", EIGHT_BIT),)
-    kept: ClassVar[Any] = EightBit
+    state_class: ClassVar[Any] = EightBit
 
     def record_check(self, program: Program, page: Page, diverged: Tensor) -> None:
         values = page.params, page.grads, *page.state, page.hyper, page.report

@@ -121,12 +121,12 @@ def muon_step(
     """(slot, place in the page, new parameters) of each matrix."""
     h, q = struct_columns(Hyper, hyper), q.reshape(-1, rank, rank)
     for home in np.unique(homes.reshape(-1, HOME_WORDS).astype(np.int64), axis=0):
-        owner, number, first, _, _, length, own, _ = home
+        owner, number, first, _, _, length, slot_rank, _ = home
         if owner == NO_OWNER:
             continue
         is_a, place = owner % 2 == 0, slice(first, first + rank * length)
         o = q[number] @ vectors(direction, home, rank) / norms[number]
-        rows, cols = (own, length) if is_a else (length, own)
+        rows, cols = (slot_rank, length) if is_a else (length, slot_rank)
         scale = np.sqrt(max(1, rows / cols)) if h.original[owner] else 0.2 * np.sqrt(max(rows, cols))
         rate = h.learning_rate[owner]
         moved = (o if is_a else o.T).reshape(-1)
@@ -212,8 +212,8 @@ class MatrixState(PlainState):
                 is_a, (rows, cols) = which == "A", place.shape
                 self.rank, length = (rows, cols) if is_a else (cols, rows)
                 strides = (length, 1) if is_a else (1, self.rank)
-                own, first, numbers = place.own[not is_a], place.first // BLOCK, firsts[place.page]
-                row = 2 * slot + (not is_a), len(numbers), place.first, *strides, length, own, 0
+                slot_rank, first, numbers = place.stored_shape[not is_a], place.first // BLOCK, firsts[place.page]
+                row = 2 * slot + (not is_a), len(numbers), place.first, *strides, length, slot_rank, 0
                 homes[place.page][first : first + place.blocks] = row
                 numbers.append(first)
         self._tables = [(table, np.array(numbers, np.uint32)) for table, numbers in zip(homes, firsts, strict=True)]
@@ -224,7 +224,7 @@ class MatrixState(PlainState):
             )
             for page, tables in enumerate(self._tables)
         ]
-        self.pages = [(*kept, *tables) for kept, tables in zip(self.pages, self._tensors, strict=True)]
+        self.pages = [(*page_tensors, *tables) for page_tensors, tables in zip(self.pages, self._tensors, strict=True)]
 
     def initialise(self, device: Device) -> None:
         for tables, tensors in zip(self._tables, self._tensors, strict=True):
@@ -245,7 +245,7 @@ class Muon:
     """
 
     state: ClassVar[tuple[State, ...]] = (State("momentum"),)
-    kept: ClassVar[Any] = MatrixState
+    state_class: ClassVar[Any] = MatrixState
     Hyper: ClassVar[type] = Hyper
 
     weight_decay: float = 0.0
@@ -269,7 +269,7 @@ class Muon:
 
     def record_check(self, program: Program, page: Page, diverged: Tensor) -> None:
         momentum, homes, firsts = page.state
-        matrices, rank = firsts.size, page.kept.rank
+        matrices, rank = firsts.size, page.optimizer_state.rank
         shape: dict[str, Any] = {"matrices": matrices, "rank": rank}
         direction, norms = program.temp((page.size,), name="direction"), program.temp((matrices,), name="norms")
 
@@ -303,6 +303,6 @@ class Muon:
     def record_update(self, program: Program, page: Page) -> None:
         momentum, homes, _ = page.state
         values = page.params, *page.scratch, homes, page.hyper, page.report
-        program.dispatch(muon, *values, blocks=page.blocks, rank=page.kept.rank)
+        program.dispatch(muon, *values, blocks=page.blocks, rank=page.optimizer_state.rank)
         owners = page.block_owners, page.hyper, page.report
         program.dispatch(muon_momentum, page.grads, momentum, *owners, size=page.size)

@@ -29,7 +29,7 @@ class Hyper:
 class SGD:
     """SGD. Its weight decay is added to the gradient, as in PyTorch, and without momentum it keeps no state."""
 
-    kept: ClassVar[Any] = PlainState
+    state_class: ClassVar[Any] = PlainState
     Hyper: ClassVar[type] = Hyper
 
     weight_decay: float = 0.0
@@ -90,8 +90,8 @@ def sgd_check(
     states: Word = "momentum",
 ) -> Any:
     """diverged[b] = 1 if `sgd` would make a parameter of block b larger than limit, or any value non-finite."""
-    kept = () if momentum is None else (momentum,)
-    return find_diverged(sgd_moved, Hyper, params, grads, kept, block_owners[:blocks], hyper, report)
+    buffers = () if momentum is None else (momentum,)
+    return find_diverged(sgd_moved, Hyper, params, grads, buffers, block_owners[:blocks], hyper, report)
 
 
 @kernel(
@@ -111,5 +111,5 @@ def sgd(
     states: Word = "momentum",
 ) -> Any:
     """SGD on the clipped gradient; zeroes gradients and skips gated slots. size is a multiple of 4, as blocks are."""
-    kept = () if momentum is None else (momentum,)
-    return apply_update(sgd_moved, Hyper, params, grads, kept, block_owners, hyper, report)
+    buffers = () if momentum is None else (momentum,)
+    return apply_update(sgd_moved, Hyper, params, grads, buffers, block_owners, hyper, report)

@@ -60,7 +60,7 @@ class Page:
 
     state: as `OptimizerState.pages` (state.py) has them. block_owners u32 [blocks]: 2 * slot, + 1 unless it is of
     an A, or NO_OWNER. hyper: a Hyper per owner. report f32 [slots, 4]: (norm, clipping factor, 1 if the slot may be
-    updated, loss). kept: the rule's own. scratch: what the check has recorded for the update.
+    updated, loss). optimizer_state: of the state_class. scratch: what the check has recorded for the update.
     """
 
     blocks: int
@@ -70,7 +70,7 @@ class Page:
     block_owners: Tensor
     hyper: Tensor
     report: Tensor
-    kept: Any
+    optimizer_state: Any
     scratch: list[Tensor] = field(default_factory=list)
 
     @property
@@ -88,14 +88,14 @@ class UpdateRule(Protocol):
     """An update rule: a frozen dataclass whose fields are the training options that it reads, and its own
     (`own_option`).
 
-    state: may depend on these. kept: where it is on the device and in checkpoints (train/optimizers/update_rule.py).
+    state: may depend on these. state_class: how it is stored on the device and in checkpoints.
     Hyper: the struct that its kernels read for each owner, a dataclass of F32 fields (see gpu.struct).
     """
 
     @property
     def state(self) -> tuple[State, ...]: ...
 
-    kept: ClassVar[Any]
+    state_class: ClassVar[Any]
     Hyper: ClassVar[type]
 
     def hyper(self, step: int, learning_rate: float) -> Any:
@@ -145,8 +145,8 @@ def apply_update(
     """(parameters, gradients, states...) after an update."""
     used, go, h, factor = slot_blocks(record, block_owners, hyper, report, params.size)
     new = moved(h, params, grads * factor, *states)
-    params, *kept = (np.where(go, now, old) for now, old in zip(new, (params, *states), strict=False))
-    return params, np.where(used, 0, grads), *kept
+    params, *new_states = (np.where(go, now, old) for now, old in zip(new, (params, *states), strict=False))
+    return params, np.where(used, 0, grads), *new_states
 
 
 def find_diverged(
@@ -162,9 +162,9 @@ def find_diverged(
 ) -> np.ndarray:
     """1 for each block that would have a parameter beyond MAX_PARAMETER, or a state beyond `largest`; else 0."""
     _, go, h, factor = slot_blocks(record, block_owners, hyper, report, params.size)
-    params, *kept = moved(h, params, grads * factor, *states)
+    params, *new_states = moved(h, params, grads * factor, *states)
     bad = ~(np.abs(params) <= MAX_PARAMETER)
-    for values, _ in zip(kept, states, strict=False):
+    for values, _ in zip(new_states, states, strict=False):
         bad |= ~(np.abs(values) <= largest)
     result: np.ndarray = (go & bad).reshape(-1, BLOCK).any(axis=1).astype(np.float64)
     return result
@@ -250,7 +250,7 @@ class PlainState:
 
     def fault(self, slot: int, stored: Mapping[str, np.ndarray]) -> str | None:
         expected = {
-            name: (state, place.own if state.by_parameter else (place.blocks, state.values))
+            name: (state, place.stored_shape if state.by_parameter else (place.blocks, state.values))
             for state in self.states
             for name, place in self._places(state, slot).items()
         }

@@ -130,8 +130,8 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
 
     def trains(self) -> str:
         """The trained parameters, as text."""
-        what = "tables and scales" if self.train == "quant-scales" else f"rank {self.lora_r}"
-        return f"{what} on {self.target_modules}"
+        parameters = "tables and scales" if self.train == "quant-scales" else f"rank {self.lora_r}"
+        return f"{parameters} on {self.target_modules}"
 
     @property
     def rate(self) -> float:
@@ -182,7 +182,7 @@ def from_values(
 
     Args:
         where: the source of the values, which begins error messages.
-        names: how messages spell option names; as currently set if not given.
+        names: how messages spell option names; as currently set by default.
 
     Raises:
         UserError: a name is unknown (the nearest one is suggested) or given twice, or a value is invalid.
@@ -191,14 +191,14 @@ def from_values(
     if names is not None:
         with error_source(where, names):
             return from_values(values, where, base)
-    given = {
+    explicit = {
         name: _typed(name, value, kinds(fields_by_name[name]), where) for name, value in named(values, where).items()
     }
     base = base or TrainingArguments()
-    for selected_by, own in OWN_OPTIONS.items():  # those of another objective or optimizer do not apply
-        if given.get(selected_by, getattr(base, selected_by)) != getattr(base, selected_by):
-            given.setdefault(own, None)
-    return replace(base, **given)
+    for selected_by, option in OWN_OPTIONS.items():  # those of another objective or optimizer do not apply
+        if explicit.get(selected_by, getattr(base, selected_by)) != getattr(base, selected_by):
+            explicit.setdefault(option, None)
+    return replace(base, **explicit)
 
 
 def named(values: Mapping[str, Any], where: str, *more: str) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 
-def unused_options(given: Collection[str], args: TrainingArguments) -> list[str]:
-    """A sentence for each option in `given` that does nothing in `args`. As in transformers, this is not an error."""
-    return [f"{flag(name)} does nothing: {why}." for name, why in idle_options(args) if name in given]
+def unused_options(explicit: Collection[str], args: TrainingArguments) -> list[str]:
+    """A sentence for each explicit option that does nothing in `args`. As in transformers, this is not an error."""
+    return [f"{flag(name)} does nothing: {why}." for name, why in idle_options(args) if name in explicit]
 
 
 def idle_options(args: TrainingArguments) -> list[tuple[str, str]]:
-    """The options that do nothing beside the others, with the reasons."""
+    """The options that do nothing because of others, with the reasons."""
     result: list[tuple[str, str]] = []
 
     def say(names: Collection[str], holds: bool, why: str) -> None:
@@ -62,8 +62,8 @@ def idle_options(args: TrainingArguments) -> list[tuple[str, str]]:
         say((option,), True, why)
     for name, kinds in (("optim", OPTIMIZERS), ("objective", OBJECTIVES)):
         chosen: str = getattr(args, name)
-        read, others = _options(kinds[chosen]), {option for kind in kinds.values() for option in _options(kind)}
-        say(sorted(others - read), True, f"{setting(name, chosen)} does not use it")
+        read, every = _options(kinds[chosen]), {option for kind in kinds.values() for option in _options(kind)}
+        say(sorted(every - read), True, f"{setting(name, chosen)} does not use it")
     return result
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.hub import stated_name
+from wgpu_lora.formats.hub import base_name
 from wgpu_lora.formats.peft_adapter import Matrices, read_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.device import Device
@@ -66,7 +66,7 @@ def initial_adapter(
         if resumed and offsets(args.init_lora_weights):
             loaded = halve_rank(loaded, args.lora_alpha)
         args = _with_adapter_options(args, loaded, matrices, str(source), config)
-        base = stated_name(args.model or "demo")
+        base = base_name(args.model or "demo")
         return args, replace(loaded, lora_dropout=args.lora_dropout, base_model_name_or_path=base), matrices
     adapter = AdapterConfig(
         r=args.lora_r,
@@ -75,7 +75,7 @@ def initial_adapter(
         use_rslora=args.use_rslora,
         use_dora=args.use_dora,
         target_modules=target_modules_text(resolve_target_modules(args.target_modules, config), config),
-        base_model_name_or_path=stated_name(args.model or "demo"),
+        base_model_name_or_path=base_name(args.model or "demo"),
     )
     return args, adapter, SeededMatrices(args, config)
 
@@ -95,8 +95,8 @@ def _with_adapter_options(
 ) -> TrainingArguments:
     """The options with the adapter's rank, alpha and target modules in place of defaults."""
     kinds = {module.rpartition(".")[2] for module in matrices}
-    given_targets = resolve_target_modules(args.target_modules, config)
-    same_targets = {module.rpartition(".")[2] for module in given_targets} == kinds
+    paths = resolve_target_modules(args.target_modules, config)
+    same_targets = {module.rpartition(".")[2] for module in paths} == kinds
     targets = ALL if set(matrices) == set(config.lora_modules) else ",".join(shortest(matrices, config))
     has: dict[str, Any] = {
         "lora_r": loaded.r,
@@ -107,10 +107,10 @@ def _with_adapter_options(
     }
     default = TrainingArguments()
     for name, value in has.items():
-        given = getattr(args, name)
-        if given not in (value, getattr(default, name)):
+        option = getattr(args, name)
+        if option not in (value, getattr(default, name)):
             raise UserError(
-                f"{setting(name, given)} contradicts the adapter {source}, which has {value}: leave it out."
+                f"{setting(name, option)} contradicts the adapter {source}, which has {value}: leave it out."
             )
     return replace(args, **has)
 
@@ -253,7 +253,7 @@ def check_reference_base(path: str | Path, model: str, digest: str) -> None:
     except UserError:
         return
     name = read_adapter(path)[0].base_model_name_or_path or ""
-    other = bool(name) and Path(name).name != Path(stated_name(model)).name
+    other = bool(name) and Path(name).name != Path(base_name(model)).name
     if other and isinstance(trained_on, str) and trained_on != digest:
         raise UserError(
             f"The reference adapter {path} was trained on another base model, {name!s:.200}, not on {model}: use that "

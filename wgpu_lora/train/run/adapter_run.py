@@ -166,10 +166,10 @@ class AdapterRun:
                 f"{flag('resume')} needs the same rows: restore them, or train on the new ones in another directory, "
                 f"starting from this adapter with {setting('init_adapter', str(self.directory))}."
             )
-        for name, what in (("base", "base model"), ("config", "configuration")):
+        for name, label in (("base", "base model"), ("config", "configuration")):
             if before[name] != now[name]:
                 raise UserError(
-                    f"The {what} of {model} has changed since the run in {self.directory} started: restore it, or "
+                    f"The {label} of {model} has changed since the run in {self.directory} started: restore it, or "
                     "start a new run."
                 )
         if before.get("reference") != now.get("reference"):

@@ -89,8 +89,8 @@ def card(record: RunRecord, auto_class: str = ModelConfig.AUTO_CLASS) -> str:
     base = hub_id(model)
     name = base or Path(model).name
     unused = {*OWN, *(name for name, _ in idle_options(options))}
-    stated_options = replace(options, learning_rate=options.rate).as_dict()
-    used = {name: value for name, value in stated_options.items() if name not in unused and value is not None}
+    option_values = replace(options, learning_rate=options.rate).as_dict()
+    used = {name: value for name, value in option_values.items() if name not in unused and value is not None}
     is_base = options.train == "quant-scales"
     head = header(base, *((None, ["wgpu-lora"]) if is_base else ("peft", ["lora", "wgpu-lora"])))
     return f"""{head}

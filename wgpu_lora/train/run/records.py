@@ -268,11 +268,11 @@ class PipelineRecord:
 
 def check_registered(options: Any, directory: Path) -> None:
     """Raise UserError if the recorded options of a run select an implementation that is not registered here."""
-    for option, (what, registered) in REGISTERED.items():
+    for option, (noun, registered) in REGISTERED.items():
         name = options.get(option) if isinstance(options, dict) else None
         if isinstance(name, str) and name not in registered:
             raise UserError(
-                f"The run in {directory} was trained with {what} {name!r:.80}, which is not registered here: the "
+                f"The run in {directory} was trained with {noun} {name!r:.80}, which is not registered here: the "
                 f"registered ones are {', '.join(registered)}."
             )
 

@@ -30,8 +30,8 @@ UNTIMED_STEPS = 100  # assumed by a timed run's schedule until steps have been t
 MAY_CHANGE = sorted((CHANGEABLE_ON_RESUME | set(LENGTH_OPTIONS)) - {"resume", "overwrite"})
 
 
-def resumed_options(given: Mapping[str, Any], directory: Path, where: str) -> TrainingArguments:
-    """The options of the run or pipeline in a directory, updated by given options that may change.
+def resumed_options(explicit: Mapping[str, Any], directory: Path, where: str) -> TrainingArguments:
+    """The options of the run or pipeline in a directory, updated by explicit options that may change.
 
     Raises:
         UserError: there is no run to resume, its checkpoint is damaged, or an option contradicts the run's.
@@ -39,19 +39,19 @@ def resumed_options(given: Mapping[str, Any], directory: Path, where: str) -> Tr
     home = home_of(directory)
     if home:
         request = read_pipeline_state(home).request
-        return merge_resumed_options(given, request.get("options"), request.get("directory"), home, where)
+        return merge_resumed_options(explicit, request.get("options"), request.get("directory"), home, where)
     newest = run_checkpoint.latest_checkpoint(directory)
     if newest is None:
         raise no_checkpoint_error(directory)
     run_checkpoint.check(newest)
     metadata = run_checkpoint.read_metadata(newest)
-    return merge_resumed_options(given, metadata.get("options"), metadata.get("directory"), directory, where)
+    return merge_resumed_options(explicit, metadata.get("options"), metadata.get("directory"), directory, where)
 
 
 def merge_resumed_options(
-    given: Mapping[str, Any], options: Any, began_in: Any, directory: Path, where: str
+    explicit: Mapping[str, Any], options: Any, began_in: Any, directory: Path, where: str
 ) -> TrainingArguments:
-    """Recorded options, updated by given options that may change.
+    """Recorded options, updated by explicit options that may change.
 
     Args:
         options, began_in: recorded options, and the working directory that their relative paths refer to.
@@ -60,7 +60,7 @@ def merge_resumed_options(
         raise UserError(f"The record of the run in {directory} has no options: start again in another directory.")
     check_registered(options, directory)
     before = replace(from_values(options, f"The record of the run in {directory}"), overwrite=False)
-    requested = from_values({name: value for name, value in given.items() if value is not None}, where, before)
+    requested = from_values({name: value for name, value in explicit.items() if value is not None}, where, before)
     for name, value in asdict(requested).items():
         if name not in CHANGEABLE_ON_RESUME and name not in LENGTH_OPTIONS and value != getattr(before, name):
             raise option_changed_error(name, getattr(before, name), value)
@@ -69,7 +69,7 @@ def merge_resumed_options(
     moved: dict[str, Any] = {
         name: resolve_recorded_path(began_in, getattr(requested, name))
         for name in PATHS
-        if name not in {*given, "output"}
+        if name not in {*explicit, "output"}
     }
     return replace(requested, resume=True, output=str(directory), **moved)
 
@@ -181,8 +181,8 @@ def resume_note(
         if option_notes:
             names = " or ".join(repr("epochs" if name == LENGTH_OPTIONS[0] else name) for name in option_notes)
             more = f"{names} in the adapters file"
-        done = "already finished" + (f"; a larger {more} extends it" if extensible else "")
-        return done if state.step >= total else text
+        end = "already finished" + (f"; a larger {more} extends it" if extensible else "")
+        return end if state.step >= total else text
     text += f", up to {total:,} steps"
     kind = args.lr_scheduler_type
     if args.lr_scheduler_restart:

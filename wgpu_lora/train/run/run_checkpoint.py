@@ -102,10 +102,10 @@ def sweep_run(run: Path) -> None:
 def remove_run(run: Path) -> None:
     """Remove the states and the results of a run or a pipeline from its directory, which must be locked.
 
-    Its card and tokenizer too, unless they belong to a model that is there.
+    Its card and tokenizer too, unless they belong to a model in that directory.
     """
-    own = _RUN if (run / "config.json").exists() else WRITTEN
-    for root, names in ((run / STEPS, NAME), (run, own)):
+    pattern = _RUN if (run / "config.json").exists() else WRITTEN
+    for root, names in ((run / STEPS, NAME), (run, pattern)):
         for path in list(root.iterdir()) if root.is_dir() else ():
             if re.fullmatch(names, path.name):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -131,8 +131,8 @@ def checkpoint_damage(directory: Path, storage: CheckpointStore = PLAIN_FILES) -
         raise
     except (UserError, ValueError) as error:
         return error.problem if isinstance(error, UserError) else str(error)
-    named = NAME.fullmatch(directory.name)
-    return f"{STATE} says step {step}" if named and int(named[1]) != step else None
+    match = NAME.fullmatch(directory.name)
+    return f"{STATE} says step {step}" if match and int(match[1]) != step else None
 
 
 def damaged_checkpoint_error(directory: Path, wrong: str, storage: CheckpointStore = PLAIN_FILES) -> UserError:
@@ -272,13 +272,13 @@ def _text(files: dict[str, str]) -> str:
     return to_json({"sha256": files}, indent=1) + "\n"
 
 
-def damage(directory: Path, needed: tuple[str, ...], storage: CheckpointStore = PLAIN_FILES) -> str | None:
+def damage(directory: Path, required_files: tuple[str, ...], storage: CheckpointStore = PLAIN_FILES) -> str | None:
     """The damage of a directory that has a manifest, as text; None if it is intact.
 
     Files that the manifest does not name are ignored, since operating systems add some.
 
     Args:
-        needed: files that the manifest must name.
+        required_files: those that the manifest must name.
     """
     manifest = directory / MANIFEST
     if not storage.is_file(manifest):
@@ -289,7 +289,7 @@ def damage(directory: Path, needed: tuple[str, ...], storage: CheckpointStore = 
         as_written = isinstance(files, dict) and data == _text(files).encode()
     except UserError as error:
         return f"{MANIFEST} cannot be read ({error.problem})"
-    if not isinstance(files, dict) or not as_written or not set(needed) <= set(files):
+    if not isinstance(files, dict) or not as_written or not set(required_files) <= set(files):
         return f"{MANIFEST} is not valid"
     for name, digest in files.items():
         if Path(name).name != name or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):

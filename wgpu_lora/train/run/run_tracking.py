@@ -130,7 +130,7 @@ def metrics_of(line: Mapping[str, float]) -> dict[str, float]:
 
 @contextmanager
 def track_runs(runs: Sequence[AdapterRun], device: DeviceInfo, home: Path, events: Events = SILENT) -> Iterator[None]:
-    """Record the runs of a job in the block; what has not finished when an exception leaves it has failed.
+    """Record the runs of a job in the block; runs that have not finished when an exception leaves it have failed.
 
     home: directory of the job's record.
     """
@@ -139,7 +139,7 @@ def track_runs(runs: Sequence[AdapterRun], device: DeviceInfo, home: Path, event
     git = git_state() if any(run_log_enabled(run.args.run_log) for run in runs) else None  # it may take a while
     try:
         for run in runs:
-            run.tracking = tracking = _begun(run, device, home, git, sampler, events)
+            run.tracking = tracking = _start_tracking(run, device, home, git, sampler, events)
             trackings.append(tracking)
         yield
     except BaseException as error:
@@ -152,7 +152,7 @@ def track_runs(runs: Sequence[AdapterRun], device: DeviceInfo, home: Path, event
             run.tracking = Tracking()
 
 
-def _begun(
+def _start_tracking(
     run: AdapterRun, device: DeviceInfo, home: Path, git: Git | None, sampler: Sampler, events: Events
 ) -> RunTracking:
     args = run.args

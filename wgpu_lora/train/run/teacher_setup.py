@@ -30,15 +30,15 @@ RANDOM = 128  # tokens that a live teacher's rest is estimated from, at other te
 
 
 def live_teacher(args: TrainingArguments, student: LoadedModel) -> LiveTeacher | None:
-    """The model in --teacher; None without. Raises UserError if it cannot be read or does not fit the student."""
+    """The model of --teacher; None without it. Raises UserError if it cannot be read or does not fit the student."""
     if args.objective != "kd" or args.teacher is None:
         return None
     model = _opened(args, student)
-    ours, theirs = student.config.vocab_size, model.config.vocab_size
-    if ours != theirs:
+    student_size, teacher_size = student.config.vocab_size, model.config.vocab_size
+    if student_size != teacher_size:
         raise UserError(
-            f"The teacher {args.teacher} has a vocabulary of {theirs:,} tokens, but {student.name} one of {ours:,}: "
-            "use a teacher with the student's tokenizer."
+            f"The teacher {args.teacher} has a vocabulary of {teacher_size:,} tokens, but {student.name} one of "
+            f"{student_size:,}: use a teacher with the student's tokenizer."
         )
     positions = model.config.max_position_embeddings
     if args.length > positions:
@@ -52,13 +52,13 @@ def live_teacher(args: TrainingArguments, student: LoadedModel) -> LiveTeacher |
             f"The teacher {args.teacher} has another tokenizer than {student.name}: use a teacher with the same."
         )
     top_k = args.teacher_top_k
-    if top_k > theirs:
+    if top_k > teacher_size:
         raise UserError(
-            f"{setting('teacher_top_k', top_k)} is more than the teacher's vocabulary of {theirs:,}: lower it."
+            f"{setting('teacher_top_k', top_k)} is more than the teacher's vocabulary of {teacher_size:,}: lower it."
         )
-    if MOST < top_k < theirs:
+    if MOST < top_k < teacher_size:
         raise UserError(f"{setting('teacher_top_k', top_k)} is more than {MOST:,}: lower it.")
-    random = 0 if args.temperature == 1 else min(RANDOM, theirs - top_k)
+    random = 0 if args.temperature == 1 else min(RANDOM, teacher_size - top_k)
     adapter = None
     if args.teacher_adapter:
         result = frozen_adapter(args.teacher_adapter, model.config)
@@ -95,14 +95,14 @@ def with_template_date(
     if args.template_date is not None or model.tokenizer is None or not model.tokenizer.prints_date:
         return args
     cached = args.objective == "kd" and args.teacher_cache is not None
-    own = read_header(Path(args.teacher_cache or "")).template_date if cached else None
-    return replace(args, template_date=own or date or now())
+    cache_date = read_header(Path(args.teacher_cache or "")).template_date if cached else None
+    return replace(args, template_date=cache_date or date or now())
 
 
 def check_caches(
     args: TrainingArguments, student: LoadedModel, prepared: TokenizedData, heldout: TokenizedData | None
 ) -> str | None:
-    """Raise UserError unless the caches have these rows, for this student; returns a digest of them, None without."""
+    """Raise UserError unless the caches have these rows, for this student; returns their digest, None without one."""
     if args.objective != "kd" or args.teacher_cache is None:
         return None
     caches = [(args, prepared)]
@@ -119,11 +119,11 @@ def check_caches(
     if heldout:
         caches.append((heldout_options(args), heldout))
     opened = [(checked_cache(options, student, rows), options) for options, rows in caches]
-    kept = {cache.kept for cache, _ in opened}
-    if len(kept) > 1:
+    counts = {cache.top_k for cache, _ in opened}
+    if len(counts) > 1:
         raise UserError(
-            f"{flag('teacher_cache')} and {flag('eval_teacher_cache')} keep {opened[0][0].kept:,} and "
-            f"{opened[1][0].kept:,} tokens per position: make them with the same."
+            f"{flag('teacher_cache')} and {flag('eval_teacher_cache')} keep {opened[0][0].top_k:,} and "
+            f"{opened[1][0].top_k:,} tokens per position: make them with the same."
         )
     return opened[0][0].digest()
 
@@ -138,7 +138,7 @@ def checked_cache(args: TrainingArguments, student: LoadedModel, rows: Tokenized
             f"{vocabulary:,}: use a teacher with the student's tokenizer."
         )
     cache.check(rows, student.tokenizer, args.template_kwargs())
-    if args.temperature != 1 and not cache.random and cache.kept < vocabulary:
+    if args.temperature != 1 and not cache.random and cache.top_k < vocabulary:
         raise UserError(
             f"The teacher cache {cache.path} has no random tokens, which {setting('temperature', args.temperature)} "
             f"needs: make it with {flag('random')}, or use {setting('temperature', 1)}."
@@ -172,13 +172,15 @@ def cache_plans(run: AdapterRun, student: LoadedModel) -> dict[str, CachePlan]:
         "skip_bad_rows",
     )
     tokenizer = student.tokenizer.digest if student.tokenizer else None
-    template = template_digest(student.tokenizer, args.template_kwargs())  # the student's encodes the rows
+    template = template_digest(student.tokenizer, args.template_kwargs())  # the student's tokenizer encodes the rows
+    # Without random tokens, the seed is unused.
+    selection = live.selection if live.selection.random else replace(live.selection, seed=0)
     plans = {}
     for name, prepared in rows.items():
         plan = plan_cache(
             live.model,
             prepared,
-            live.kept if live.kept.random else replace(live.kept, seed=0),  # which nothing is drawn with
+            selection,
             logits=LOGITS,
             samples=None,
             batch_tokens=BATCH_TOKENS,
@@ -200,15 +202,15 @@ def caches_digest(run: AdapterRun, plans: dict[str, CachePlan]) -> str:
 
 
 def write_caches(run: AdapterRun, student: LoadedModel, output: Path, events: Events) -> dict[str, str]:
-    """Write the caches of `cache_plans` into directories below `output` that are named as the options; shards that are
-    finished there are kept. Returns the directories, by option.
+    """Write the caches of `cache_plans` into directories below `output` that are named as the options; finished shards
+    are kept. Returns the directories, by option.
 
     Raises:
         UserError: as `write_cache` and `finished_shards`.
     """
     live, plans = _teacher(run), cache_plans(run, student)
     places = {name: output / name for name in plans}
-    done = {name: finished_shards(places[name], plan) for name, plan in plans.items()}
+    shards = {name: finished_shards(places[name], plan) for name, plan in plans.items()}
     adapter = run.args.teacher_adapter
     with (
         adapters_on_device(live.model, [adapter] if live.adapter and adapter else []) as adapters,
@@ -217,7 +219,7 @@ def write_caches(run: AdapterRun, student: LoadedModel, output: Path, events: Ev
         before, total = 0, sum(len(plan.rows) for plan in plans.values())
         for name, plan in plans.items():
             receivers = _SummedRows(before, total, events)
-            write_cache(places[name], plan, done[name], live.model, adapters, run.args.compute_dtype, receivers)
+            write_cache(places[name], plan, shards[name], live.model, adapters, run.args.compute_dtype, receivers)
             before += len(plan.rows)
     return {name: str(place) for name, place in places.items()}
 

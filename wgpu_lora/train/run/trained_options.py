@@ -72,17 +72,17 @@ def shortened(prepared: TokenizedData, args: TrainingArguments) -> TokenizedData
     return replace(prepared, rows=remaining, values=values, max_length=length, keys=keys)
 
 
-def evaluation_rows(given: Mapping[str, Any], adapters: Sequence[str | Path], positions: int) -> EvaluationRowOptions:
-    """How to encode rows for evaluation: as given, else as the adapters were trained, else as the model allows.
+def evaluation_rows(options: Mapping[str, Any], adapters: Sequence[str | Path], positions: int) -> EvaluationRowOptions:
+    """How to encode rows for evaluation: as in `options`, else as the adapters were trained, else as the model allows.
 
     Args:
-        given: max_length and the names in ROWS; None means not given.
+        options: max_length and the names in ROWS; None means unset.
         positions: of the model.
 
     Raises:
-        UserError: a given value is invalid.
+        UserError: a value is invalid.
     """
-    rows = check_rows(given)
+    rows = check_rows(options)
     trained = _common_options([_trained_with(Path(adapter)) for adapter in adapters])
     of_adapters = {name: value for name, value in trained.items() if name not in rows}
     length = of_adapters.pop("max_length", None)
@@ -101,9 +101,9 @@ def evaluation_rows(given: Mapping[str, Any], adapters: Sequence[str | Path], po
     return EvaluationRowOptions(**{**ROWS, **of_adapters, **rows}, note=note)
 
 
-def check_rows(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given values of max_length and ROWS. Raises UserError if no model allows a value."""
-    recorded = {name: value for name in ("max_length", *ROWS) if (value := given.get(name)) is not None}
+def check_rows(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of max_length and ROWS that are set. Raises UserError if no model allows a value."""
+    recorded = {name: value for name in ("max_length", *ROWS) if (value := options.get(name)) is not None}
     for name, value in recorded.items():
         check(name, value, TrainingArguments.__dataclass_fields__[name].metadata)
     return recorded

@@ -175,7 +175,7 @@ class TrainableQuantScales:
         if set(stored) != set(places):
             raise CheckpointError(f"{file} does not have the matrices of this run")
         for name, values in stored.items():
-            if values.dtype != np.float32 or values.shape != places[name].own:
+            if values.dtype != np.float32 or values.shape != places[name].stored_shape:
                 raise CheckpointError(f"{name} in {file} is {values.dtype} {list(values.shape)}")
             if not (np.abs(values) <= MAX_PARAMETER).all():
                 raise CheckpointError(f"{name} in {file} has values that are not finite or too large")
@@ -208,8 +208,8 @@ class TrainableQuantScales:
         """Replaces a directory by the model with these constants."""
 
         def stored(module: str, weight: ConstantWeight) -> Packed:
-            own = {name: constants[f"{module}.{name}"] for name in weight.constant_shapes()}
-            return weight.packed_with(model.device, own, dtype)
+            tensors = {name: constants[f"{module}.{name}"] for name in weight.constant_shapes()}
+            return weight.packed_with(model.device, tensors, dtype)
 
         instead = {f"{module}.weight": partial(stored, module, weight) for module, weight in self.weights.items()}
         write_packed(model, directory, instead=instead, replace=True)

@@ -21,7 +21,7 @@ from wgpu_lora.train.run.records import Environment, UsedDevice
 from wgpu_lora.train.run.run_state import is_number
 
 LOG = "log.jsonl"
-NEEDED = {"step", "epoch"}  # keys of a line, besides a loss or a held-out loss
+REQUIRED_KEYS = {"step", "epoch"}  # keys of a line, besides a loss or a held-out loss
 PACKAGES = ("wgpu-lora", "wgpu", "numpy", "safetensors", "tokenizers", "jinja2")
 
 
@@ -67,7 +67,7 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     except UserError:
         return None
     kinds = set(entry)
-    valid = kinds >= NEEDED and kinds & {"loss", "eval_loss"} and type(entry["step"]) is int
+    valid = kinds >= REQUIRED_KEYS and kinds & {"loss", "eval_loss"} and type(entry["step"]) is int
     valid = valid and ("loss" in kinds or entry["step"] == 0) and all(map(is_number, entry.values()))
     return entry if valid else None
 

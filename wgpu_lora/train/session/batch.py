@@ -25,8 +25,8 @@ class Totals:
     def __init__(self, objectives: Sequence[Objective]):
         names = dict.fromkeys(name for objective in objectives for name in objective.metrics)
         each = [persistent((len(objectives),), "f32", "optimizer", name) for name in ("loss", *names)]
-        self.loss, *others = share_storage(each, "totals")  # so that all are read at once
-        self.metrics = dict(zip(names, others, strict=True))
+        self.loss, *metrics = share_storage(each, "totals")  # so that all are read at once
+        self.metrics = dict(zip(names, metrics, strict=True))
 
     def storages(self) -> set[Storage]:
         return {self.loss.storage}
@@ -134,5 +134,5 @@ class Batch:
             self.inputs.upload(self.device, segments), np.cumsum([len(group.segments) for group in groups])[:-1]
         )
         for objective, scoring in self._scoring.items():
-            mine = [i for i, group in enumerate(groups) if self._objectives[group.slot] == objective]
-            scoring.upload(self.device, [groups[i] for i in mine], [places[i] for i in mine])
+            indices = [i for i, group in enumerate(groups) if self._objectives[group.slot] == objective]
+            scoring.upload(self.device, [groups[i] for i in indices], [places[i] for i in indices])

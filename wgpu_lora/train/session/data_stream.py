@@ -166,7 +166,9 @@ class DataStream:
         labels = [row.input_ids if whole and not number else row.labels for number, row in enumerate(rows)]
         context = tuple(prompt_targets(row.labels) if whole and not number else 0 for number, row in enumerate(rows))
         result = zip(rows, labels, self._draws(epoch, rows), prefixes, strict=True)
-        segments = [Segment(row.input_ids, own, slot, drawn, prefix) for row, own, drawn, prefix in result]
+        segments = [
+            Segment(row.input_ids, row_labels, slot, drawn, prefix) for row, row_labels, drawn, prefix in result
+        ]
         value, reference, index = self.prepared.value(sample), self.references.get(sample), rows[0].index
         teacher = None
         if self.teacher:

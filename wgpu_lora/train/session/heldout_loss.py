@@ -21,8 +21,8 @@ def heldout_loss(
     batch = session.heldout
     assert batch is not None, "the session has no held-out batch"
     sums = dict.fromkeys(("loss", *stream.objective.metrics), 0.0)
-    done = 0
-    watch(done)
+    completed = 0
+    watch(completed)
     packed = pack(stream.lengths, range(len(stream.lengths)), batch.tokens)
     for together, groups in zip(packed, session.with_kl_estimate(stream.heldout_groups(packed, slot)), strict=True):
         session.begin()
@@ -34,8 +34,8 @@ def heldout_loss(
         sums["loss"] += session.totals.read_loss(session.device, slot)
         for name, value in session.totals.read_metrics(session.device, slot, stream.objective).items():
             sums[name] += value
-        done += len(together) * stream.prepared.parts
-        watch(done)
+        completed += len(together) * stream.prepared.parts
+        watch(completed)
     units = stream.units(range(len(stream.lengths)))
     return {"loss": sums.pop("loss") / units, **stream.objective.logged(sums, units)}
 

@@ -28,7 +28,7 @@ class LiveTeacher:
     """A slot's teacher. adapter: its spec, matrices and digest. temperature: of its distribution."""
 
     model: LoadedModel
-    kept: TopK
+    selection: TopK
     temperature: float
     adapter: tuple[SlotSpec, Matrices, str] | None = None
 
@@ -82,9 +82,9 @@ class Teachers:
                 for storage in live.model.decoder.storages():
                     storage.group = "teacher"
         self._tables = [result for result in all_tables.values() if result is not tables]
-        for key, kept in dict.fromkeys((live.key, live.kept) for live in taught.values()):
-            mine = {slot: live for slot, live in taught.items() if (live.key, live.kept) == (key, kept)}
-            self.groups.append(_Group(models[key], mine, buckets, all_tables[key], kept, compute_dtype))
+        for key, selection in dict.fromkeys((live.key, live.selection) for live in taught.values()):
+            group = {slot: live for slot, live in taught.items() if (live.key, live.selection) == (key, selection)}
+            self.groups.append(_Group(models[key], group, buckets, all_tables[key], selection, compute_dtype))
 
     def programs(self) -> list[Program]:
         return [program for group in self.groups for program in group.teacher.programs()]
@@ -157,7 +157,7 @@ class _Group:
         taught: Mapping[int, LiveTeacher],
         buckets: Sequence[int],
         tables: Tables,
-        kept: TopK,
+        selection: TopK,
         compute_dtype: str,
     ):
         self.model = model
@@ -168,7 +168,7 @@ class _Group:
         specs = [spec for spec, _, _ in adapters.values()]
         limit = model.device.max_binding
         self.adapters = AdapterSet.declare(model.config, specs, limit, "teacher") if specs else None
-        self.teacher = Teacher(model, self.adapters, buckets, tables, kept, compute_dtype)
+        self.teacher = Teacher(model, self.adapters, buckets, tables, selection, compute_dtype)
 
     def storages(self) -> set[Storage]:
         return self.teacher.storages() | (self.adapters.storages() if self.adapters else set())

@@ -58,7 +58,7 @@ class Optimizer:
         self.trained, self.total, self.rule = trained, total, rule or optimizer_of(USUAL)
         self.slots = trained.slots
         blocks = [table.size for table in trained.block_owners]
-        self.state: OptimizerState = self.rule.kept(trained, self.rule.state)
+        self.state: OptimizerState = self.rule.state_class(trained, self.rule.state)
         self.block_owners = persistent((sum(blocks),), "u32", "optimizer", "block owners")
         self.hyper = persistent((2 * self.slots, struct_words(self.rule.Hyper)), "f32", "optimizer", "hyper")
         self.clips = persistent((self.slots, struct_words(Clip)), "f32", "optimizer", "clips")

@@ -144,8 +144,8 @@ class Session:
         frozen = self.references.storages() if self.references else set()
         scorers = (scorer.storages() for scorer in self._scorers())
         result |= self.norms.program.persistent_storages() if self.norms else set()
-        others = self.totals.storages() | frozen | self.teachers.storages()
-        return result.union(others, *(batch.storages() for batch in batches), *scorers)
+        shared = self.totals.storages() | frozen | self.teachers.storages()
+        return result.union(shared, *(batch.storages() for batch in batches), *scorers)
 
     def _arena_sizes(self, on_host: bool = False) -> list[int]:
         return Arena.sizes_for([program.plan(on_host) for program in self.programs()])
