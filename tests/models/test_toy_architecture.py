@@ -40,7 +40,7 @@ from wgpu_lora.models.rotary_embedding import RopeTable
 from wgpu_lora.models.row_inputs import NOWHERE, RowInput, Rows
 from wgpu_lora.ops.elementwise import fill, residual, swiglu
 from wgpu_lora.ops.embedding import gather_rows
-from wgpu_lora.proof.worker_jobs import gradients
+from wgpu_lora.proof.worker_jobs import step
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.training_log import LOG, read_log
@@ -205,11 +205,12 @@ def test_it_learns_with_the_gradients_of_its_loss(trained: Path, device: Device)
     losses = [line["loss"] for line in read_log(trained / LOG)]
     assert losses[-1] < 0.8 * losses[0]
     port: Any = None  # it says nothing on its way
-    found = gradients(port, directory=str(trained), device=device.info.index)["directions"]
-    assert {d["matrix"].rpartition(".")[0].rpartition(".")[2] for d in found} == {
+    measured = step(port, directory=str(trained), device=device.info.index, differences=True)
+    directions = measured["gradients"]["directions"]
+    assert {d["matrix"].rpartition(".")[0].rpartition(".")[2] for d in directions} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj",
     }  # fmt: skip
-    for direction in found:
+    for direction in directions:
         assert direction["measured"] == pytest.approx(direction["gradient"], rel=2e-2, abs=1e-5), direction["matrix"]
 
 

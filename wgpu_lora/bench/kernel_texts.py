@@ -56,7 +56,7 @@ def _programs(model: LoadedModel) -> Iterator[tuple[str, Program]]:
     adapters = adapter_set(model.config, model.device, args.lora_r)
     generation = Programs.record(model.device, model.decoder, adapters, 1, 2 * TOKENS, (TOKENS,))
     yield from (("prefill", step.program) for step in generation.prefill)
-    yield from (("decode", program) for program in (generation.decode.program, generation.head, generation.kept))
+    yield from (("decode", program) for program in (generation.decode.program, generation.head, generation.shared))
 
 
 def kernel_text(dispatch: Dispatch, tilings: Sequence[Tiling]) -> str:
