@@ -109,7 +109,7 @@ class Teacher(ForwardPasses[Forward]):
         adapters: those of the segments' slots; None if no segment has one.
         buckets: batch sizes in tokens, ascending. The longest segment must fit the last.
         tables: of another program of this model, already uploaded.
-        kept: checked against the model's vocabulary.
+        selection: checked against the model's vocabulary.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ class TopKLogits:
     ids: u32 [n, S]; the first K are those with the largest logits, descending, ties by id; the others were drawn
         without replacement from the rest.
     logits: f32 [n, S], raw. lse: f32 [n], the log-sum-exp of all raw logits.
-    kept: K.
+    top_k: K.
     correction: f32 [n], ln((V - K) / R), which, added to the R random logits, makes the sum of their exponentials an
         unbiased estimate of that of all V - K tokens outside the top K; 0 if R is 0.
     """
