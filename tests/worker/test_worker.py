@@ -148,7 +148,7 @@ def done_here(source: str) -> None:
     run(EventWriter(io.StringIO()), **arguments(run, job))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("proof-")])
 def test_a_number_of_nothing_is_refused(kind: str) -> None:
     """Rather than doing nothing and ending as if all were well."""
     parameters = inspect.signature(KINDS[kind]).parameters.values()
