@@ -608,6 +608,7 @@ class RunController:
         try:
             actor = self._evaluator(request.eval_device or "")
             parcels: dict[str, Parcel] = ray.get(actor.make_caches.remote(cache.run, cache.name, task.options))
+            _, total = ray.get(actor.cache_progress.remote(cache.run, cache.name))
         except (ray.exceptions.RayError, ConnectionError) as error:
             cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
             with self._lock:
@@ -616,6 +617,7 @@ class RunController:
             return
         with self._lock:
             cache.phase, cache.parcels, cache.reason, cache.failures = "ready", parcels, "", 0
+            cache.rows = cache.total = total or cache.total
             self._state.log(self.now(), f"{cache.run}: a teacher cache of {cache.total:,} rows is complete")
             self._save()
 
