@@ -69,7 +69,7 @@ def test_neighbouring_columns(kernel: Any, tile: Tiling, constants: Any, neighbo
 def test_a_packed_gradient_has_the_columns_of_its_words(n: int, rank: int, width: int) -> None:
     """The factor beside it is read in vectors of them, where its rows are whole vectors."""
     found = layout(nf4_matmul_backward, present=LORA, n=n, rank=rank, stride=4 * n * rank)
-    assert (found.neighbours, found.own_columns, found.factor.width) == (4, True, width)
+    assert (found.neighbours, found.packed_columns, found.factor.width) == (4, True, width)
 
 
 def test_words() -> None:

@@ -18,6 +18,7 @@ from wgpu_lora.gpu.device_errors import OutOfDeviceMemory, ShaderError, raise_de
 from wgpu_lora.gpu.device_list import MAPPABLE, DeviceInfo, choose
 from wgpu_lora.gpu.tiling import Capabilities
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.signals import end_signal_delayed
 
 WRITE_CHUNK = 16 << 20  # bytes; drivers stage a queued write, so one large write would double a tensor's memory
 INTEL = 0x8086
@@ -98,10 +99,8 @@ class Device:
                 features.append("shader-int64")
         own = {name: adapter.limits[name] for name in WEBGPU_LIMITS}
         limits = WEBGPU_LIMITS if self.options.default_limits else own
-        try:
+        with end_signal_delayed():  # cffi discards what is raised inside wgpu's callback, which then never resolves
             self.raw = adapter.request_device_sync(required_features=features, required_limits=limits)
-        except AssertionError as error:  # wgpu's promise is pending: cffi discarded an interrupt inside its callback
-            raise KeyboardInterrupt from error
         self.features = frozenset(features)
         self.max_binding = int(self.raw.limits["max-storage-buffer-binding-size"]) & ~255
         self.max_buffer = int(self.raw.limits["max-buffer-size"]) & ~255

@@ -128,7 +128,8 @@ class Layout:
     left_columns: whether the tile's rows are columns of the left operand.
     m, n, k: sizes of the tile's y, of the part if there are several.
     vectors: of a lane's columns. words: of a packed format, see operands/packed.wgsl.j2.
-    y_row: offset of a row of y. bias: where a part's begins. matrix: a packed W (operands/packed.wgsl.j2).
+    y_row: offset of a row of y. bias, codes, scales: where a part's begin, before '+'.
+    matrix: a packed W (operands/packed.wgsl.j2).
     neighbours: columns of a lane that are side by side. pairs: whether they are by twos at least.
     """
 
@@ -171,7 +172,7 @@ class Layout:
         return names[0] if len(names) == 1 else f"vec{len(names)}<u32>({', '.join(names)})"
 
     @property
-    def own_columns(self) -> bool:
+    def packed_columns(self) -> bool:
         """Whether a lane's columns are all side by side, as packed words have them."""
         return self.format == "packed" and self.orientation == "nn"
 
@@ -188,13 +189,12 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
     n, k = "dims.m" if thin else "n" if by_columns else "dims.n", "size" if by_steps else "dims.k"
 
     # Neighbouring columns are loaded, or stored, together.
-    own = format == "packed" and orientation == "nn"
+    packed_columns = format == "packed" and orientation == "nn"
     fours = tile.cols % 4 == 0 and across and quads and tile.wide
-    held = own or (format == "dense" and orientation == "nn" and (a_type if thin else b_type) != "f32")
+    by_word = packed_columns or (format == "dense" and orientation == "nn" and (a_type if thin else b_type) != "f32")
     even = quads and across if thin else c["even"]
-    pairs = fours or (tile.cols % 2 == 0 and even and (tile.wide or held))
+    pairs = fours or (tile.cols % 2 == 0 and even and (tile.wide or by_word))
     width = 4 if fours else 2 if pairs else 1
-    of_factor = (4 if tile.cols % 4 == 0 and c["octets"] and low else 2 if c["even"] else 1) if own else width
 
     row_of_a = f"({'dims.m' if across else 'dims.k'} + dims.a_skip) + dims.a_first" if "a_skip" in dims else "dims.k"
     row_of_b = "(dims.n + dims.b_skip) + dims.b_first" if across else "dims.k" if form == "nt" else "dims.n"
@@ -210,42 +210,44 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
     row = right.row if thin or orientation == "nn" else k
     right = replace(right, row=row, base=base, last="stop" if across else k, width=width)
     # LoRA's second product: h[M, rank] with B[N, rank]^T or, backward, A[rank, N] of each slot.
-    of_h = ("(dims.rank + dims.h_skip) + first", "dims.rank", tile.slices == 1, ", first: u32", ", h0", True)
-    row = "dims.rank" if orientation == "nt" else "dims.n"
-    factor = Operand("factor", "f32", "read", low, row, "dims.rank", base="f0 + ", last="dims.rank", width=of_factor)
+    h = Operand(
+        "h", "f32", "read_write", low, "(dims.rank + dims.h_skip) + first", "dims.rank",
+        whole=tile.slices == 1, parameters=", first: u32", arguments=", h0", slots=True,
+    )  # fmt: skip
+    row, factor_width = "dims.rank" if orientation == "nt" else "dims.n", width
+    if packed_columns:
+        factor_width = 4 if tile.cols % 4 == 0 and c["octets"] and low else 2 if c["even"] else 1
+    factor = Operand("factor", "f32", "read", low, row, "dims.rank", base="f0 + ", last="dims.rank", width=factor_width)
 
     row_of_y = f"({n} + dims.y_skip) + dims.y_first" if "y_skip" in dims and not across else n
     part_of_y = "slot * dims.stride + " if across else "part_y + " if by_columns and not gated else ""
-    places, shape = (
-        ("part_b, part_scales" if stacked else "0u, 0u"),
-        (f"{n}, dims.k" if form == "nt" else f"{k}, dims.n"),
-    )
+    shape = f"{n}, dims.k" if form == "nt" else f"{k}, dims.n"
     return Layout(
-        across,
-        grouped,
-        adapted,
-        thin,
-        gated,
-        stacked,
-        by_columns,
-        by_steps,
-        format,
-        orientation,
-        form != "nt" if thin else across,
-        "dims.n" if thin else "dims.m",
-        n,
-        k,
-        f"{part_of_y}row * {row_of_y}",
-        "part_bias + " if by_columns else "",
-        "part_b + " if stacked else "",
-        "part_scales + " if stacked else "",
-        f"Matrix({places}, {shape})",
-        tile.cols if own else width,
-        pairs,
-        left,
-        right,
-        Operand("h", "f32", "read_write", low, *of_h),
-        factor,
-        words_of(c["planes"], tile.cols if own else 8) if format == "packed" else (),
-        vectors_of(tile.cols),
+        across=across,
+        grouped=grouped,
+        adapted=adapted,
+        thin=thin,
+        gated=gated,
+        stacked=stacked,
+        by_columns=by_columns,
+        by_steps=by_steps,
+        format=format,
+        orientation=orientation,
+        left_columns=form != "nt" if thin else across,
+        m="dims.n" if thin else "dims.m",
+        n=n,
+        k=k,
+        y_row=f"{part_of_y}row * {row_of_y}",
+        bias="part_bias + " if by_columns else "",
+        codes="part_b + " if stacked else "",
+        scales="part_scales + " if stacked else "",
+        matrix=f"Matrix({'part_b, part_scales' if stacked else '0u, 0u'}, {shape})",
+        neighbours=tile.cols if packed_columns else width,
+        pairs=pairs,
+        left=left,
+        right=right,
+        h=h,
+        factor=factor,
+        words=words_of(c["planes"], tile.cols if packed_columns else 8) if format == "packed" else (),
+        vectors=vectors_of(tile.cols),
     )

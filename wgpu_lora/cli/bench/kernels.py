@@ -71,15 +71,17 @@ def show(
     from wgpu_lora.bench.kernel_texts import kernel_text
 
     calls = _calls(shape, base_dtype, device)
-    known = list(dict.fromkeys(one.dispatch.kernel.name for one in calls))
-    found = [one for one in calls if one.dispatch.kernel.name == name]
-    if not found:
-        close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    calls_of_kernel = [one for one in calls if one.dispatch.kernel.name == name]
+    if not calls_of_kernel:
+        names = list(dict.fromkeys(one.dispatch.kernel.name for one in calls))
+        close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
         advice = f"did you mean {' or '.join(close)}?" if close else "'wgpu-lora kernels list' names them."
         raise UserError(f"{shape} in {base_dtype} has no kernel '{name}': {advice}")
-    if not 1 <= call <= len(found):
-        raise UserError(f"--call {call} is not possible: {name} has {count_noun(len(found), 'call')} in {shape}.")
-    dispatch, tilings = found[call - 1].dispatch, {one.label: one for one in found[call - 1].tilings}
+    if not 1 <= call <= len(calls_of_kernel):
+        count = count_noun(len(calls_of_kernel), "call")
+        raise UserError(f"--call {call} is not possible: {name} has {count} in {shape}.")
+    chosen = calls_of_kernel[call - 1]
+    dispatch, tilings = chosen.dispatch, {one.label: one for one in chosen.tilings}
     if tiling is not None:
         if tiling not in tilings:
             raise UserError(f"{name} has no tiling '{tiling}' here: choose one of {', '.join(tilings)}.")
