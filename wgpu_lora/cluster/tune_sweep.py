@@ -23,6 +23,7 @@ from wgpu_lora.errors import UserError, reason
 from wgpu_lora.events import Evaluating, Events, StepResult
 from wgpu_lora.installation import pip_line
 from wgpu_lora.train.run import run_checkpoint
+from wgpu_lora.train.run.training_log import LOG, Log
 from wgpu_lora.worker.kinds.training_jobs import prepare_finetune
 
 STEP, LOSS, EVAL_LOSS = "step", "loss", "eval_loss"  # of a report
@@ -195,6 +196,7 @@ class _TrialEvents(Events):
             checkpoint = None
             if self._saved:  # the run goes on writing, so a copy of what it has now
                 shutil.copytree(self._place / RUN, Path(copy, RUN), ignore=shutil.ignore_patterns(".*"))
+                Log(Path(copy, RUN, LOG), resume_step=step)  # without the steps after the one reported
                 checkpoint = tune.Checkpoint.from_directory(copy)
             values = {NAME: self._name, STEP: step, LOSS: self._loss} | (
                 {} if eval_loss is None else {EVAL_LOSS: eval_loss}
