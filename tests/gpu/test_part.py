@@ -114,7 +114,7 @@ def test_pages_of_any_size(blocks: int, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize(("first", "count"), [(0, 40), (7, 5), (39, 1), (100, 3)])
 def test_rows_that_nobody_asked_for_are_left_out(first: int, count: int, rng: np.random.Generator) -> None:
     ids = np.array([7, 39, 7, 0, 11, 40, 6], np.uint32)
-    arrays = {"ids": ids, "table": rng.standard_normal((count, 4)), "y": rng.standard_normal((ids.size, 4))}
+    arrays = {"ids": ids, "b": rng.standard_normal((count, 4)), "y": rng.standard_normal((ids.size, 4))}
     smaller = compare(embedding_rows, arrays, {"rows": ids.size, "cols": 4, "first": first, "count": count})
     assert smaller["count"] <= min(count, ids.size + 1)
 

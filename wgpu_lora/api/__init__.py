@@ -30,7 +30,7 @@ from wgpu_lora.train.options.typed_options import TrainingOptions
 from wgpu_lora.train.options.unused_options import unused_options
 from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.records import RunRecord
-from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
+from wgpu_lora.weights.base_formats import AUTO
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -86,7 +86,7 @@ for _function in (answer, compare, generate):
     listing(GenerationOptions, AnswerOptions)(_function)
 
 
-def load(model: str | Path = "demo", *, device: str | int | None = None, base_dtype: str = DEFAULT_FORMAT) -> Model:
+def load(model: str | Path = "demo", *, device: str | int | None = None, base_dtype: str = AUTO) -> Model:
     """Open a model and a device. The weights are loaded onto the device on first use, and stay there.
 
     Args:

@@ -12,7 +12,7 @@ from wgpu_lora.cli.parameters import MODEL, THINKING, BaseDtype, Device, Json, c
 from wgpu_lora.events import Evaluating
 from wgpu_lora.names.choices import COMPUTE_DTYPES, OVERFLOW
 from wgpu_lora.text import count_noun
-from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
+from wgpu_lora.weights.base_formats import AUTO
 
 if TYPE_CHECKING:
     from wgpu_lora.distill.teacher_cache_writer import CachePlan
@@ -54,7 +54,7 @@ def teacher_cache(
     completion_only_loss: Annotated[bool, typer.Option(help="Keep positions of answers only.")] = True,
     enable_thinking: Annotated[bool | None, typer.Option(help=THINKING)] = None,
     batch_tokens: Annotated[int, typer.Option(help="Tokens computed at a time. [x>=2]")] = 1024,
-    base_dtype: BaseDtype = DEFAULT_FORMAT,
+    base_dtype: BaseDtype = AUTO,
     compute_dtype: Annotated[
         str, choice("Type that the inputs of frozen matmuls are rounded to.", COMPUTE_DTYPES)
     ] = "f32",

@@ -87,7 +87,7 @@ class Forward:
         other = rec.temp((rows, k), name="largest logits"), rec.temp((rows, k), "u32", name="tokens")
         chunks = list(head.chunks(max(128, CHUNK_BYTES // (4 * rows) // 128 * 128)))
         for chunk_index, (first, part) in zip(reversed(range(len(chunks))), chunks, strict=True):
-            width = part.shape[0]
+            width = part.rows
             logits = rec.temp((rows, width), name="logits")
             head_logits(rec.dispatch, rows_of, head, part, logits, count)
             result = self.values, self.ids

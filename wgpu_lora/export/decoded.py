@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from wgpu_lora.formats.packed_checkpoint import PackedCheckpoint
-from wgpu_lora.models.decoder import Decoder
-from wgpu_lora.models.loaded_model import LoadedModel, table_dtype
+from wgpu_lora.models.loaded_model import LoadedModel, declare_decoder
 from wgpu_lora.weights.base_formats import packed_form
 
 
@@ -41,6 +40,9 @@ class DecodedCheckpoint:
     def packed(self, name: str) -> None:
         return None
 
+    def base_format(self, name: str) -> None:
+        return None
+
     def digest(self) -> str:
         return self.source.digest()
 
@@ -58,5 +60,5 @@ def decoded(model: LoadedModel, base_dtype: str) -> LoadedModel:
     """A model whose linear layers are stored in a base format, to be quantised in another one while it is loaded."""
     assert isinstance(model.checkpoint, PackedCheckpoint)
     config, source = replace(model.config, packed=None), DecodedCheckpoint(model.checkpoint)
-    decoder = Decoder.declare(config, base_dtype, table_dtype(source, config), model.device.max_binding)
+    decoder = declare_decoder(config, source, base_dtype, model.device)
     return replace(model, config=config, checkpoint=source, decoder=decoder, weights_loaded=False)

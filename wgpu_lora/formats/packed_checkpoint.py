@@ -45,6 +45,10 @@ class PackedCheckpoint(Checkpoint):
     def packed(self, name: str) -> Packed | None:
         return self._form.read(self, name, self._shapes[name]) if self._is_packed(name) else None
 
+    def base_format(self, name: str) -> str | None:
+        packed = self.packed(name)
+        return packed.format if packed else super().base_format(name)
+
     def stored_dtype(self, name: str) -> str:
         """The dtype of a tensor, in safetensors' notation, as it is stored."""
         return super().dtype(name)

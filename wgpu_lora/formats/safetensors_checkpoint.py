@@ -46,6 +46,8 @@ class WeightSource(Protocol):
 
     def packed(self, name: str) -> Packed | None: ...
 
+    def base_format(self, name: str) -> str | None: ...
+
     def digest(self) -> str: ...
 
 
@@ -118,6 +120,10 @@ class Checkpoint:
     def read_stored(self, name: str) -> np.ndarray:
         """The bytes of a whole tensor of any dtype: uint8."""
         return read_bytes(self._entry(name))
+
+    def base_format(self, name: str) -> str | None:
+        """The base format that keeps a tensor as it is stored."""
+        return self.dtype(name).lower()
 
     def packed(self, name: str) -> Packed | None:
         """The tensor if it is stored in a base format, as in `formats.packed_checkpoint`; here always None."""

@@ -48,7 +48,7 @@ class State:
             Cache.declare([config.cache(i) for i in range(config.num_hidden_layers)], batch, capacity),
             Tables.declare(config.tables(), capacity),
             make("last hidden", batch, config.hidden_size),
-            tuple(make(f"logits {first}", batch, part.shape[0]) for first, part in decoder.head.chunks()),
+            tuple(make(f"logits {first}", batch, part.rows) for first, part in decoder.head.chunks()),
         )
 
     def check(self, max_binding: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +16,10 @@ from wgpu_lora.ops.embedding import embed
 from wgpu_lora.ops.linear import Linear
 from wgpu_lora.ops.norm import rmsnorm
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.weights.base import MatrixSource, Shared, Weight, of_layer, stacked
-from wgpu_lora.weights.base_formats import declare
+from wgpu_lora.weights.base import Shared, StoredFormats, StoredMatrix, Table, Weight, of_layer, stacked
+from wgpu_lora.weights.base_formats import GGUF_PATTERN, declare
 from wgpu_lora.weights.dense import DenseWeight
+from wgpu_lora.weights.gguf.gguf_weight import GGUFTable
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,10 @@ class Decoder:
 
     config: ModelConfig
     base_dtype: str
-    embedding: DenseWeight
+    embedding: Table
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    head: DenseWeight
+    head: Table
 
     @classmethod
     def declare(
@@ -38,19 +40,25 @@ class Decoder:
         base_dtype: str,
         table_dtype: str,
         max_binding: int,
-        stored: MatrixSource | None = None,
+        stored: StoredFormats | None = None,
     ) -> Decoder:
         """Declares the tensors of a model.
 
         Args:
             table_dtype: dtype of the embedding, the LM head and matrices that are kept: bf16, f16 or f32.
             base_dtype: base format of the other linear layers if `stored` is None.
-            stored: a checkpoint whose linear layers are already stored in a base format, which is kept.
+            stored: a checkpoint whose matrices keep the base formats that they are stored in.
         """
         shared = Shared(max_binding)
 
         def vector(shape: tuple[int, ...], name: str) -> Tensor:
             return persistent(shape, "f32", "base", name)
+
+        def table(name: str, cap: float) -> Table:
+            kind = stored.base_format(name) if stored else None
+            if kind and re.fullmatch(GGUF_PATTERN, kind):
+                return GGUFTable.declare(shape, kind, name, max_binding, cap)
+            return DenseWeight.declare(shape, table_dtype, name, max_binding, cap)
 
         def layer(i: int) -> LayerWeights:
             path, parameters = config.path(i), config.layer(i)
@@ -71,12 +79,12 @@ class Decoder:
 
         shape = (config.vocab_size, config.hidden_size)
         tied, cap = config.tie_word_embeddings, config.logit_cap()
-        embedding = DenseWeight.declare(shape, table_dtype, config.EMBEDDING, max_binding, cap if tied else 0.0)
-        head = embedding if tied else DenseWeight.declare(shape, table_dtype, config.HEAD, max_binding, cap)
+        embedding = table(config.EMBEDDING, cap if tied else 0.0)
+        head = embedding if tied else table(config.HEAD, cap)
         layers = tuple(layer(i) for i in range(config.num_hidden_layers))
         return cls(config, base_dtype, embedding, layers, vector((config.hidden_size,), config.FINAL_NORM), head)
 
-    def matrices(self) -> Iterator[tuple[str, Weight]]:
+    def matrices(self) -> Iterator[tuple[str, StoredMatrix]]:
         """Yields every frozen matrix, including the embedding, with its name in the checkpoint."""
         yield self.config.EMBEDDING, self.embedding
         if self.head is not self.embedding:
@@ -93,7 +101,7 @@ class Decoder:
                 if item.bias:
                     yield f"{layer.path}.{module}.bias", item.bias
 
-    def weights(self) -> Iterator[Weight]:
+    def weights(self) -> Iterator[StoredMatrix]:
         """Every frozen matrix."""
         return (weight for _, weight in self.matrices())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,8 +29,8 @@ from wgpu_lora.models.model_files import read_model
 from wgpu_lora.models.published_shapes import cut
 from wgpu_lora.names.spelling import setting
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
-from wgpu_lora.weights.base import Loading, Packed, scratch_bytes, write
-from wgpu_lora.weights.base_formats import DEFAULT_FORMAT, base_format
+from wgpu_lora.weights.base import BlockSource, Loading, Packed, scratch_bytes, write
+from wgpu_lora.weights.base_formats import AUTO, DEFAULT_FORMAT, GGUF, GGUF_PATTERN, base_format
 from wgpu_lora.weights.dense import DTYPES
 
 
@@ -66,11 +67,17 @@ class LoadedModel:
         """Sentences for the user about parts of the model's files that are not used."""
         other_parts = self.checkpoint.skipped if isinstance(self.checkpoint, Checkpoint) else {}
         notes = [note_of_skipped(other_parts)] if other_parts else []
+        base_dtype = self.decoder.base_dtype
         kinds = self.checkpoint.quantised if isinstance(self.checkpoint, GGUFCheckpoint) else []
-        if kinds and self.decoder.base_dtype not in ("bf16", "f16", "f32"):
+        if base_dtype == GGUF:
+            kinds = [kind for kind in kinds if not re.fullmatch(GGUF_PATTERN, kind.lower())]
+            advice = "use a file without these types"
+            base_dtype = DEFAULT_FORMAT
+        else:
+            advice = f"leave out {setting('base_dtype', base_dtype)}"
+        if kinds and base_dtype not in ("bf16", "f16", "f32"):
             notes.append(
-                f"the weights in {', '.join(kinds)} are rounded again, to {self.decoder.base_dtype}, which costs "
-                f"accuracy: use a file in F16 or BF16, or {setting('base_dtype', 'bf16')} if it fits"
+                f"the weights in {', '.join(kinds)} are rounded again, to {base_dtype}, which costs accuracy: {advice}"
             )
         return notes
 
@@ -100,8 +107,7 @@ class LoadedModel:
     def declared(self, layers: int | None = None) -> LoadedModel:
         """The same model, or its first `layers` layers, with nothing on the device. UserError where it has fewer."""
         config = cut(self.config, layers)
-        table = table_dtype(self.checkpoint, config)
-        decoder = Decoder.declare(config, self.decoder.base_dtype, table, self.device.max_binding)
+        decoder = declare_decoder(config, self.checkpoint, self.decoder.base_dtype, self.device)
         return replace(self, config=config, decoder=decoder, weights_loaded=False)
 
     def tensors_to_load(self) -> int:
@@ -115,36 +121,45 @@ class LoadedModel:
         return missing_bytes(self.decoder.storages()) + staging_bytes(self.decoder)
 
 
-def open_model(model: str, device: Device | str | int | None = None, base_dtype: str = DEFAULT_FORMAT) -> LoadedModel:
+def open_model(model: str, device: Device | str | int | None = None, base_dtype: str = AUTO) -> LoadedModel:
     """Reads a model's files and declares its tensors, without allocating them.
 
     Args:
         model: a directory, a GGUF file, a hub id, or `demo`.
         device: an opened device, a device index, or part of a device's name.
-        base_dtype: a base format of `weights.base_formats`. A model that is stored in one keeps it by default.
+        base_dtype: a base format of `weights.base_formats`, or AUTO.
 
     Raises:
         UserError: the model cannot be downloaded or read, or is not supported.
     """
-    base_dtype = base_format(base_dtype).name
     path = resolve_model(model)
     files = read_model(path)
     config, checkpoint = files.config, files.checkpoint
-    if base_dtype == DEFAULT_FORMAT and config.packed:
-        base_dtype = config.packed
+    in_file = GGUF if isinstance(checkpoint, GGUFCheckpoint) else config.packed
+    base_dtype = in_file or DEFAULT_FORMAT if base_dtype == AUTO else base_format(base_dtype).name
+    if re.fullmatch(f"{GGUF}|{GGUF_PATTERN}", base_dtype) and base_dtype != in_file:
+        raise UserError(
+            f"{setting('base_dtype', base_dtype)} is not possible: GGUF files keep their types by default, and nothing "
+            f"else has them: leave it out, or use {setting('base_dtype', DEFAULT_FORMAT)}."
+        )
     if config.packed not in (None, base_dtype):
         raise UserError(
             f"{setting('base_dtype', base_dtype)} is not possible: the linear layers of {model} are stored in "
             f"{config.packed.upper()}: leave it out, or use {setting('base_dtype', config.packed)}."
         )
     opened = device if isinstance(device, Device) else Device(device)
-    stored = checkpoint if config.packed else None
-    decoder = Decoder.declare(config, base_dtype, table_dtype(checkpoint, config), opened.max_binding, stored)
+    decoder = declare_decoder(config, checkpoint, base_dtype, opened)
     return LoadedModel(model, path, config, checkpoint, files.tokenizer, opened, decoder)
 
 
+def declare_decoder(config: ModelConfig, checkpoint: WeightSource, base_dtype: str, device: Device) -> Decoder:
+    """Declares the tensors of a checkpoint's model in a base format."""
+    stored = checkpoint if base_dtype in (config.packed, GGUF) else None
+    return Decoder.declare(config, base_dtype, table_dtype(checkpoint, config), device.max_binding, stored)
+
+
 def table_dtype(checkpoint: WeightSource, config: ModelConfig) -> str:
-    """The dtype that the embedding is stored in, in the file and on the device."""
+    """The dtype of the embedding on the device, if it is dense: that in which it is stored."""
     return DTYPES[checkpoint.dtype(config.EMBEDDING)]
 
 
@@ -182,7 +197,7 @@ def load_weights(
         raise
 
 
-def _fill(loading: Loading, checkpoint: WeightSource, model: Decoder, progress: Callable[[str], None]) -> None:
+def _fill(loading: Loading, checkpoint: AuditedSource, model: Decoder, progress: Callable[[str], None]) -> None:
     device = loading.device
     allocate(device, model.storages())
     for name, tensor in model.vectors():
@@ -257,6 +272,13 @@ class AuditedSource:
     def packed(self, name: str) -> Packed | None:
         result = self._source.packed(name)
         return result and replace(result, read=lambda: self._look_at_parts(name, result))
+
+    def base_format(self, name: str) -> str | None:
+        return self._source.base_format(name)
+
+    def read_blocks(self, name: str, base_format: str, row_start: int, row_stop: int) -> np.ndarray:
+        assert isinstance(self._source, BlockSource)
+        return self._look(name, self._source.read_blocks(name, base_format, row_start, row_stop), None)
 
     def _look_at_parts(self, name: str, packed: Packed) -> tuple[np.ndarray, ...]:
         return tuple(self._look(name, part, FLOATS.get(part.dtype.name)) for part in packed.read())

@@ -18,7 +18,7 @@ from wgpu_lora.models.parameters import PAGE_BLOCKS, Place, blocks_of, padded_ta
 from wgpu_lora.ops.gradient_norm import BLOCK
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.trained_matrix import TrainableMatrix, TrainedMatrix, snap_f16
-from wgpu_lora.weights.base import Packed, Weight
+from wgpu_lora.weights.base import Packed, StoredMatrix, Weight
 
 
 @runtime_checkable
@@ -38,7 +38,7 @@ class ConstantWeight(Weight, Protocol):
         """The codes with these constants, as files store them. dtype: of the constants, f32 or f16."""
 
 
-def quant_constants(weight: Weight) -> ConstantWeight | None:
+def quant_constants(weight: StoredMatrix) -> ConstantWeight | None:
     """The weight, if it has constants that can be trained."""
     return weight if isinstance(weight, ConstantWeight) else None
 

@@ -11,7 +11,8 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.model_config import BIAS, ModelConfig
-from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
+from wgpu_lora.weights.base_formats import AUTO, DEFAULT_FORMAT
+from wgpu_lora.weights.gguf.gguf_formats import FORMATS, random_blocks
 
 POOL = 1 << 20  # random values drawn once; every tensor reads them from another offset
 
@@ -45,7 +46,15 @@ class SyntheticCheckpoint:
     def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
         return (self.read_raw(name, row_start, row_stop).astype(np.uint32) << 16).view(np.float32)
 
+    def read_blocks(self, name: str, base_format: str, row_start: int, row_stop: int) -> np.ndarray:
+        """Random blocks of a type of GGUF files, uint8 [rows, bytes]."""
+        (size_in,), rng = self._shapes[name][1:], np.random.default_rng([self._seed, row_start])
+        return random_blocks(FORMATS[base_format], row_stop - row_start, size_in, rng, 0.02)
+
     def packed(self, name: str) -> None:
+        return None
+
+    def base_format(self, name: str) -> None:
         return None
 
     def digest(self) -> str:
@@ -56,5 +65,6 @@ def synthetic_model(
     config: ModelConfig, device: Device, base_dtype: str = DEFAULT_FORMAT, name: str = "synthetic"
 ) -> LoadedModel:
     """A model without a tokenizer. Nothing is allocated until its weights are loaded."""
+    base_dtype = DEFAULT_FORMAT if base_dtype == AUTO else base_dtype
     decoder = Decoder.declare(config, base_dtype, "bf16", device.max_binding)
     return LoadedModel(name, Path(name), config, SyntheticCheckpoint(config), None, device, decoder)

@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Place, Word, kernel, linear_grid
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Kernel, Out, Place, Word, kernel, linear_grid
 from wgpu_lora.gpu.reference_values import Part
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Arrays, Constants
-from wgpu_lora.ops.matmul import matmul_nt
 from wgpu_lora.ops.recorder import Recorder
+
+Dispatch = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class TablePart:
+    """Rows of a frozen embedding or LM head.
+
+    product, gradient, lookup, support: the kernels of its format, as `matmul_nt`, `matmul_nn`, `embedding_rows` and
+        `support_product`. tensors: the rows, by the names of bindings. constants: of the products. b_type: of all.
+    """
+
+    rows: int
+    tensors: Mapping[str, Tensor]
+    b_type: str
+    product: Kernel
+    gradient: Kernel
+    lookup: Kernel
+    support: Kernel
+    constants: Mapping[str, int]
+
+    def dispatch(
+        self, record: Dispatch, kernel: Kernel, tensors: Mapping[str, Tensor | None], **constants: Any
+    ) -> None:
+        """Records a call of one of the kernels with these rows. record: the `dispatch` of a program or a recorder."""
+        bound = {**self.tensors, **tensors}
+        record(kernel, *(bound.get(name) for name in kernel.bindings), b_type=self.b_type, **constants)
 
 
 class EmbeddingTable(Protocol):
-    """A frozen embedding or LM head [out_features, in_features] in its stored dtype.
+    """A frozen embedding or LM head [out_features, in_features] in its stored format.
 
     cap: soft cap of the logits, 0 if there is none (`ops.embedding`).
     """
@@ -25,13 +52,10 @@ class EmbeddingTable(Protocol):
     def in_features(self) -> int: ...
 
     @property
-    def dtype(self) -> str: ...
-
-    @property
     def cap(self) -> float: ...
 
-    def chunks(self, max_rows: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yields (first row, rows) pieces of at most max_rows rows, a multiple of 128 so that offsets are aligned."""
+    def chunks(self, max_rows: int | None = None) -> Iterator[tuple[int, TablePart]]:
+        """Yields (first row, rows) parts of at most max_rows rows, a multiple of 128 so that offsets are aligned."""
 
 
 def rows_asked_for(arrays: Arrays, c: Constants, size: str = "count") -> Part:
@@ -39,26 +63,36 @@ def rows_asked_for(arrays: Arrays, c: Constants, size: str = "count") -> Part:
 
     size: the constant that says how many rows the table has.
     """
-    ids, first = arrays["ids"].reshape(-1).astype(np.int64), c["first"]
-    used = np.unique(np.append(ids[(ids >= first) & (ids < first + c[size])], first))
+    used, renamed = local_rows(arrays["ids"], c["first"], c[size])
+    b = arrays["b"].reshape(c[size], -1)[used - c["first"]]
+    return {**arrays, "ids": renamed, "b": b}, {**c, "first": 0, size: used.size}
+
+
+def local_rows(ids: np.ndarray, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of [first, first + count) that ids use, with the first, and the ids as their indices."""
+    ids = ids.reshape(-1).astype(np.int64)
+    used = np.unique(np.append(ids[(ids >= first) & (ids < first + count)], first))
     places = np.searchsorted(used, ids)
-    known = used.take(places, mode="clip") == ids
-    renamed = np.where(known, places, 0xFFFFFFFF).astype(np.uint32)
-    table = arrays["table"].reshape(c[size], -1)[used - first]
-    return {**arrays, "ids": renamed, "table": table}, {**c, "first": 0, size: used.size}
+    here = used.take(places, mode="clip") == ids
+    return used, np.where(here, places, 0xFFFFFFFF).astype(np.uint32)
+
+
+def put_rows(ids: np.ndarray, table: np.ndarray, y: np.ndarray, first: int, scale: float) -> np.ndarray:
+    """y with scale table[ids[t] - first] in rows t whose id is in the table."""
+    local = ids.astype(np.int64) - first
+    here = (local >= 0) & (local < len(table))
+    result = y.copy()
+    result[here] = scale * table[local[here]]
+    return result
 
 
 @kernel("embedding.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear", "half"), part=rows_asked_for)
 def embedding_rows(
-    ids: Fixed, table: Fixed, y: InOut, *, rows: U32, cols: U32, first: Place[U32], count: U32, b_type: Word = "f32",
+    ids: Fixed, b: Fixed, y: InOut, *, rows: U32, cols: U32, first: Place[U32], count: U32, b_type: Word = "f32",
     scale: F32 = 1.0,
 ) -> Any:  # fmt: skip
-    """y[t] = scale table[ids[t] - first] for ids in [first, first + count); other rows are unchanged."""
-    local = ids.astype(np.int64) - first
-    here = (local >= 0) & (local < count)
-    result = y.copy()
-    result[here] = scale * table.reshape(count, cols)[local[here]]
-    return result
+    """y[t] = scale b[ids[t] - first] for ids in [first, first + count); other rows are unchanged."""
+    return put_rows(ids, b.reshape(count, cols), y, first, scale)
 
 
 @kernel("gather_rows.wgsl", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear",))
@@ -83,13 +117,10 @@ def embed(rec: Recorder, ids: Tensor, table: EmbeddingTable, name: str = "embedd
     """scale table[ids], f32 [T, in]. The table is frozen, so there is no backward pass."""
     rows, cols = ids.size, table.in_features
     y = rec.temp((rows, cols), name=name)
-    for first, chunk in table.chunks():
-        shape = {"rows": rows, "cols": cols, "first": first, "count": chunk.shape[0]}
-        rec.dispatch(embedding_rows, ids, chunk, y, b_type=table.dtype, scale=scale, **shape)
+    for first, part in table.chunks():
+        shape = {"rows": rows, "cols": cols, "first": first, "count": part.rows}
+        part.dispatch(rec.dispatch, part.lookup, {"ids": ids, "y": y}, scale=scale, **shape)
     return y
-
-
-Dispatch = Callable[..., None]
 
 
 @kernel("cap_logits.wgsl", grid=lambda c: linear_grid(c.size), lib=("linear", "tanh"))
@@ -105,19 +136,15 @@ def cap_gradient(x: In, logits: In, y: Out, *, size: U32, cap: F32) -> Any:
 
 
 def head_logits(
-    dispatch: Dispatch, x: Tensor, head: EmbeddingTable, part: Tensor, logits: Tensor, count: Tensor | None = None
+    dispatch: Dispatch, x: Tensor, head: EmbeddingTable, part: TablePart, logits: Tensor, count: Tensor | None = None
 ) -> None:
-    """Records logits [T, rows of the part] of hidden states x [T, in] by a part of the LM head (`Table.chunks`).
+    """Records logits [T, rows of the part] of hidden states x [T, in] by a part of the LM head.
 
     Args:
         dispatch: of a program or a recorder.
         count: u32 [1], the rows of x that are used.
     """
-    rows = x.size // head.in_features
-    shape = {"m": rows, "n": part.shape[0], "k": head.in_features, "b_type": head.dtype}
-    if count is None:
-        dispatch(matmul_nt, x, part, logits, **shape)
-    else:
-        dispatch(matmul_nt, x, part, logits, None, count, **shape)
+    shape = {"m": x.size // head.in_features, "n": part.rows, "k": head.in_features, **part.constants}
+    part.dispatch(dispatch, part.product, {"a": x, "y": logits, "count": count}, **shape)
     if head.cap:
         dispatch(cap_logits, logits, size=logits.size, cap=head.cap)

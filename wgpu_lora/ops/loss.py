@@ -40,7 +40,6 @@ from wgpu_lora.gpu.kernel import (
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.elementwise import add_forward, fill
 from wgpu_lora.ops.embedding import EmbeddingTable, cap_gradient, embed, gather_rows, head_logits, scatter_rows
-from wgpu_lora.ops.matmul import matmul_nn
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.sparse_logits import LOWEST, add_support, hide_logits, pick_logits
 
@@ -191,9 +190,8 @@ def sweep(
     picked = {ids: rec.temp(ids.shape, name="picked logits") for ids in supports}
     step = max(128, CHUNK_BYTES // (4 * rows) // 128 * 128)
     for first, part in head.chunks(step):
-        width = part.shape[0]
+        width, count = part.rows, targets.count
         logits = rec.temp((rows, width), name="logits")
-        count, kind = targets.count, head.dtype
         head_logits(rec.dispatch, inputs, head, part, logits, count)
         for ids, values in picked.items():
             place = {"rows": rows, "kept": ids.shape[1], "cols": width, "first": first}
@@ -206,8 +204,10 @@ def sweep(
             softmax["cap"] = head.cap if gradient else 0.0
             rec.dispatch(softmax_chunk, logits, targets.ids, count, states[t], rescales[t], apart, **softmax)
             if gradient:
-                old, p = rescales[t] if first else None, apart or logits
-                rec.dispatch(matmul_nn, p, part, sums[t], old, count, m=rows, n=cols, k=width, b_type=kind)
+                tensors = {"a": apart or logits, "y": sums[t], "count": count}
+                tensors |= {"row_scale": rescales[t]} if first else {}
+                shape = {"m": rows, "n": cols, "k": width, **part.constants}
+                part.dispatch(rec.dispatch, part.gradient, tensors, **shape)
     logprobs = into or rec.temp((rows,), name="logprobs")
     rec.dispatch(target_logprobs, states[temperatures[0]], targets.count, logprobs, rows=rows)
     swept = Sweep(logprobs, states, picked)

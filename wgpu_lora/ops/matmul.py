@@ -27,7 +27,7 @@ DENSE = MatmulTuning(dense_operand)
 DENSE_PART = product_part(dense_columns)
 WIDE = tilings(4, (16, 4), (16, 2), (8, 4), owners=4)
 THIN = tilings(4, (16, 2), (8, 2), (16, 1), owners=4)
-EVEN = ("stride", "y_skip", "y_first", "b_skip", "b_first")
+EVEN = ("stride", "y_skip", "y_first", "b_skip", "b_first", "w_skip", "w_first")
 
 
 def tile_grid(c: Any) -> Grid:

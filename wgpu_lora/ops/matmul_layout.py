@@ -222,6 +222,9 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
     row_of_y = f"({n} + dims.y_skip) + dims.y_first" if "y_skip" in dims and not across else n
     part_of_y = "slot * dims.stride + " if across else "part_y + " if by_columns and not gated else ""
     shape = f"{n}, dims.k" if form == "nt" else f"{k}, dims.n"
+    place = "part_b, part_scales" if stacked else "0u, 0u"
+    if "w_skip" in dims and not stacked:
+        place, shape = "dims.w_first, dims.w_first", shape.replace(",", " + dims.w_skip,")
     return Layout(
         across=across,
         grouped=grouped,
@@ -241,7 +244,7 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
         bias="part_bias + " if by_columns else "",
         codes="part_b + " if stacked else "",
         scales="part_scales + " if stacked else "",
-        matrix=f"Matrix({'part_b, part_scales' if stacked else '0u, 0u'}, {shape})",
+        matrix=f"Matrix({place}, {shape})",
         neighbours=tile.cols if packed_columns else width,
         pairs=pairs,
         left=left,

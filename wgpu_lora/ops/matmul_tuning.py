@@ -116,7 +116,7 @@ class MatmulTuning:
         return float(c["m"] * sum(sizes(c, "n")) * sum(sizes(c, "k")))
 
     def cut(self, c: Constants, tiling: Tiling) -> Constants:
-        small = _smaller_ranges(_fewer(c, tiling), "ayh")
+        small = _smaller_ranges(_fewer(c, tiling), "aywh")
         if not c["rank"]:
             return small
         if c["stacked"] and c["form"] == "nt":  # each part has columns of h
@@ -252,7 +252,11 @@ def product_part(columns: TakeColumns) -> reference_values.TakePart:
         kept = {**arrays, **b, "y": arrays["y"].reshape(rows.size, -1)[:, wide]}
         if "bias" in arrays:
             kept["bias"] = arrays["bias"][wide]
-        return kept, {**c, "n": each.size, **{name: 0 for name in ("y_skip", "y_first") if name in c}}
+        return kept, {
+            **c,
+            "n": each.size,
+            **{name: 0 for name in ("y_skip", "y_first", "w_skip", "w_first") if name in c},
+        }
 
     return take
 

@@ -53,25 +53,33 @@ def hide_logits(ids: In, count: Fixed, logits: InOut, *, rows: Dim, kept: Dim, c
     part=partial(rows_asked_for, size="size"),
 )
 def support_product(
-    weights: In, ids: In, count: Fixed, table: Fixed, y: InOut, *, rows: U32, kept: U32, cols: U32, first: Place[U32],
+    weights: In, ids: In, count: Fixed, b: Fixed, y: InOut, *, rows: U32, kept: U32, cols: U32, first: Place[U32],
     size: U32, b_type: Word = "f32",
 ) -> Any:  # fmt: skip
-    """y[r] += sum over s of weights[r, s] table[ids[r, s] - first], for ids in [first, first + size) and r < count[0];
+    """y[r] += sum over s of weights[r, s] b[ids[r, s] - first], for ids in [first, first + size) and r < count[0];
     ids of weight 0 are skipped."""
-    row, s, at = _here(ids, count, rows, size, first)
-    w = weights.reshape(rows, kept)[row, s]
+    return add_rows(weights, ids, count, b.reshape(size, cols), y, rows, first)
+
+
+def add_rows(
+    weights: np.ndarray, ids: np.ndarray, count: np.ndarray, table: np.ndarray, y: np.ndarray, rows: int, first: int
+) -> np.ndarray:
+    """The reference of `support_product`, with a table [size, cols]."""
+    row, s, at = _here(ids, count, rows, len(table), first)
+    w = weights.reshape(rows, -1)[row, s]
     used = w != 0
-    result = y.reshape(rows, cols).copy()
-    np.add.at(result, row[used], w[used, None] * table.reshape(size, cols)[at[used]])
+    result = y.reshape(rows, -1).copy()
+    np.add.at(result, row[used], w[used, None] * table[at[used]])
     return result
 
 
 def add_support(rec: Recorder, weights: Tensor, ids: Tensor, table: EmbeddingTable, count: Tensor, y: Tensor) -> None:
     """y[r] += sum over s of weights[r, s] table[ids[r, s]], f32 [R, in_features], for weights and ids [R, S]."""
     rows, kept = ids.shape
-    shape = {"rows": rows, "kept": kept, "cols": table.in_features, "b_type": table.dtype}
+    shape = {"rows": rows, "kept": kept, "cols": table.in_features}
+    tensors = {"weights": weights, "ids": ids, "count": count, "y": y}
     for first, part in table.chunks():
-        rec.dispatch(support_product, weights, ids, count, part, y, first=first, size=part.shape[0], **shape)
+        part.dispatch(rec.dispatch, part.support, tensors, first=first, size=part.rows, **shape)
 
 
 PART_ROWS = 64  # calls with more rows are checked in part

@@ -25,8 +25,7 @@ from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.locks import check_output, lock_file
 from wgpu_lora.memory_leases import budget_bytes, claim
 from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec
-from wgpu_lora.models.decoder import Decoder
-from wgpu_lora.models.loaded_model import LoadedModel, open_model, table_dtype
+from wgpu_lora.models.loaded_model import LoadedModel, declare_decoder, open_model
 from wgpu_lora.models.parameters import ParameterSet
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.models.quant_constants import QuantConstants
@@ -64,6 +63,7 @@ from wgpu_lora.train.run.trained_weights import TrainableAdapter, TrainableQuant
 from wgpu_lora.train.session.data_stream import DataStream, group_lengths, quarters
 from wgpu_lora.train.session.session import Session
 from wgpu_lora.train.training_data import default_batches, read_rows, sources_of
+from wgpu_lora.weights.base_formats import AUTO
 
 LOCK = ".lock"
 Record = TypeVar("Record", RunRecord, PipelineRecord)  # its result
@@ -291,8 +291,9 @@ def prepare_job(
 
 
 def with_stored_dtype(args: TrainingArguments, model: LoadedModel) -> TrainingArguments:
-    """The options with the base format that the model is stored in, if it is."""
-    return replace(args, base_dtype=model.config.packed) if model.config.packed else args
+    """The options with the base format that the model has."""
+    stored = args.base_dtype == AUTO or model.config.packed
+    return replace(args, base_dtype=model.decoder.base_dtype) if stored else args
 
 
 def prepare_run(
@@ -380,8 +381,7 @@ def with_base_dtype(model: LoadedModel, base_dtype: str) -> LoadedModel:
     decoder = model.decoder
     if decoder.base_dtype == base_dtype or model.config.packed:
         return model
-    table = table_dtype(model.checkpoint, model.config)
-    other = Decoder.declare(model.config, base_dtype, table, model.device.max_binding)
+    other = declare_decoder(model.config, model.checkpoint, base_dtype, model.device)
     return replace(model, decoder=other, weights_loaded=False)
 
 

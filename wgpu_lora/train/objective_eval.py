@@ -29,7 +29,6 @@ from wgpu_lora.train.run.teacher_setup import checked_cache, live_teacher
 from wgpu_lora.train.session.data_stream import DataStream, heldout_options
 from wgpu_lora.train.session.heldout_loss import heldout_loss
 from wgpu_lora.train.session.session import Session
-from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
 
 TEACHER = ("teacher", "teacher_adapter", "teacher_cache")  # options that say whom to learn from
 BATCH_TOKENS = 1024  # of a batch; more if a single sample is longer
@@ -150,7 +149,7 @@ def open_unrounded_model(args: TrainingArguments, device: Device, config: ModelC
         UserError: it cannot be read, or is not the model that is trained but for how its weights are stored.
     """
     assert args.rounded_from
-    model = open_model(args.rounded_from, device, DEFAULT_FORMAT)
+    model = open_model(args.rounded_from, device)
     if model.config.digest() != config.digest():
         raise UserError(
             f"{setting('rounded_from', args.rounded_from)} is another model than {args.model}: name the one that was "

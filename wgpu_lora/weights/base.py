@@ -13,12 +13,31 @@ import numpy as np
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import ALIGNMENT, NUMPY, Storage, Tensor, persistent
+from wgpu_lora.ops.embedding import EmbeddingTable
 from wgpu_lora.ops.linear import FrozenMatrix
 
 PIECE_BYTES = 32 << 20  # of a matrix, uploaded at a time
 
 
-class MatrixSource(Protocol):
+class StoredFormats(Protocol):
+    """The part of a checkpoint that declaring its matrices uses."""
+
+    def packed(self, name: str) -> Packed | None:
+        """The matrix if it is stored in a base format that we write, or None."""
+
+    def base_format(self, name: str) -> str | None:
+        """The base format that keeps a tensor as it is stored; None if there is none."""
+
+
+@runtime_checkable
+class BlockSource(Protocol):
+    """A checkpoint with tensors in the types of GGUF files."""
+
+    def read_blocks(self, name: str, base_format: str, row_start: int, row_stop: int) -> np.ndarray:
+        """Rows in this type, as they are stored: uint8 [rows, bytes]."""
+
+
+class MatrixSource(StoredFormats, BlockSource, Protocol):
     """The part of a checkpoint that loading a matrix uses (see `formats.checkpoint.Checkpoint`)."""
 
     def dtype(self, name: str) -> str:
@@ -27,9 +46,6 @@ class MatrixSource(Protocol):
     def read_raw(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray: ...
 
     def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray: ...
-
-    def packed(self, name: str) -> Packed | None:
-        """The matrix if it is stored in a base format, or None if it is stored as plain values."""
 
 
 @dataclass
@@ -40,8 +56,8 @@ class Shared:
     tables: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Weight(FrozenMatrix, Protocol):
-    """A frozen matrix W [out_features, in_features] on the device; see `ops.linear` for its products."""
+class StoredMatrix(Protocol):
+    """A frozen matrix W [out_features, in_features] on the device."""
 
     @property
     def format(self) -> str:
@@ -67,6 +83,20 @@ class Weight(FrozenMatrix, Protocol):
 
     def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
         """Yields (tensor, random content), with W of standard deviation of about 0.02, for benchmarks."""
+
+
+class Weight(StoredMatrix, FrozenMatrix, Protocol):
+    """The matrix of a linear layer; see `ops.linear` for its products."""
+
+
+class Table(StoredMatrix, EmbeddingTable, Protocol):
+    """An embedding or LM head. dtype: of its values."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def out_features(self) -> int: ...
 
 
 @runtime_checkable
@@ -133,7 +163,9 @@ class Loading:
     importance: how much the inputs [in] of matrices count when they are quantised, by the matrices' names.
     """
 
-    def __init__(self, device: Device, weights: Iterable[Weight], importance: Mapping[str, np.ndarray] | None = None):
+    def __init__(
+        self, device: Device, weights: Iterable[StoredMatrix], importance: Mapping[str, np.ndarray] | None = None
+    ):
         self.device = device
         self.importance = importance or {}
         self.scratch = _scratch(weights)
@@ -167,13 +199,13 @@ def write(device: Device, tensor: Tensor, values: np.ndarray, offset: int = 0) -
     device.write(tensor.storage.buffer, values, tensor.byte_offset + offset)
 
 
-def scratch_bytes(weights: Iterable[Weight]) -> int:
+def scratch_bytes(weights: Iterable[StoredMatrix]) -> int:
     """Device memory in bytes that loading needs besides the matrices: scratch, and a program's dims."""
     result = _scratch(weights).values()
     return sum(tensor.storage.nbytes for tensor in result) + ALIGNMENT if result else 0
 
 
-def _scratch(weights: Iterable[Weight]) -> dict[str, Tensor]:
+def _scratch(weights: Iterable[StoredMatrix]) -> dict[str, Tensor]:
     sizes: dict[str, int] = {}
     for weight in weights:
         for name, size in weight.scratch().items():

@@ -10,7 +10,10 @@ from wgpu_lora.registry import Registry
 from wgpu_lora.weights.lowbit.lowbit_layout import KINDS, PATTERN
 
 if TYPE_CHECKING:
-    from wgpu_lora.weights.base import BaseFormat, MatrixSource, PackedForm, Shared, Weight
+    from wgpu_lora.weights.base import BaseFormat, PackedForm, Shared, StoredFormats, Weight
+
+GGUF = "gguf"  # each matrix of a GGUF file in its own type
+GGUF_PATTERN = "q[458]_[01]|q[456]_k|iq4_(nl|xs)"  # those types
 
 BASE_FORMATS: Registry[BaseFormat] = Registry(
     {
@@ -19,10 +22,15 @@ BASE_FORMATS: Registry[BaseFormat] = Registry(
         "f16": "wgpu_lora.weights.dense:F16",
         "f32": "wgpu_lora.weights.dense:F32",
         **{name: f"wgpu_lora.weights.lowbit.lowbit:{name.upper()}" for name in KINDS.values()},
+        GGUF: "wgpu_lora.weights.gguf.gguf_weight:GGUF_FILE",
     },
-    others=(PATTERN, "wgpu_lora.weights.lowbit.lowbit:lowbit_format"),
+    others={
+        PATTERN: "wgpu_lora.weights.lowbit.lowbit:lowbit_format",
+        GGUF_PATTERN: "wgpu_lora.weights.gguf.gguf_weight:gguf_type",
+    },
 )
 DEFAULT_FORMAT = next(iter(BASE_FORMATS))
+AUTO = "auto"  # as the model is stored, if it is in a base format, or DEFAULT_FORMAT
 
 
 def base_format(name: str) -> BaseFormat:
@@ -56,16 +64,16 @@ def packed_form(name: str) -> PackedForm:
 
 
 def declare(
-    base_dtype: str, shape: tuple[int, int], tensor: str, shared: Shared, stored: MatrixSource | None
+    base_dtype: str, shape: tuple[int, int], tensor: str, shared: Shared, stored: StoredFormats | None
 ) -> Weight:
     """Declares a frozen matrix [out, in] of a model; it is allocated and filled later.
 
     Args:
         base_dtype: its format if `stored` is None.
         tensor: its name in the checkpoint.
-        stored: a checkpoint whose matrices are already stored in a base format, which is kept.
+        stored: a checkpoint whose matrices keep the base formats that they are stored in. Others get DEFAULT_FORMAT.
     """
     if stored is None:
         return base_format(base_dtype).declare(shape, tensor, shared)
-    packed = stored.packed(tensor)
-    return base_format(packed.format if packed else stored.dtype(tensor).lower()).declare(shape, tensor, shared, packed)
+    kind = base_format(stored.base_format(tensor) or DEFAULT_FORMAT)
+    return kind.declare(shape, tensor, shared, stored.packed(tensor))

@@ -13,11 +13,13 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor, align, persistent, share_storage, spanning
 from wgpu_lora.names.spelling import setting
+from wgpu_lora.ops.embedding import TablePart, embedding_rows
 from wgpu_lora.ops.frozen_product import FrozenProduct
 from wgpu_lora.ops.half_precision import matmul_operand
 from wgpu_lora.ops.linear import FrozenMatrix
 from wgpu_lora.ops.matmul import matmul_nn, matmul_nt
 from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.ops.sparse_logits import support_product
 from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared, Weight, read, write
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
 
@@ -64,7 +66,13 @@ class DenseWeight:
             cap,
         )
 
-    def chunks(self, max_rows: int | None = None) -> Iterator[tuple[int, Tensor]]:
+    def chunks(self, max_rows: int | None = None) -> Iterator[tuple[int, TablePart]]:
+        """The chunks of `ops.embedding.EmbeddingTable`."""
+        for first, rows in self.row_ranges(max_rows):
+            kernels = matmul_nt, matmul_nn, embedding_rows, support_product
+            yield first, TablePart(rows.shape[0], {"b": rows}, self.dtype, *kernels, {})
+
+    def row_ranges(self, max_rows: int | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yields (first row, rows) pieces of at most max_rows rows, a multiple of 128 so that offsets are aligned."""
         first = 0
         for part in self.parts:
@@ -99,7 +107,7 @@ class DenseWeight:
     def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
         a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
         shape = {"m": x.size // self.in_features, "k": self.in_features, "a_type": kind, "b_type": self.dtype}
-        for first, part in self.chunks():
+        for first, part in self.row_ranges():
             rows = part.shape[0]
             columns = {"y_skip": self.out_features - rows, "y_first": first}
             rec.dispatch(matmul_nt, a, part, y, bias, None, scale, n=rows, accumulate=accumulate, **columns, **shape)
@@ -107,7 +115,7 @@ class DenseWeight:
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
         a, scale, kind = matmul_operand(rec, dy, self.out_features, keep=False)
         shape = {"m": dy.size // self.out_features, "n": self.in_features, "a_type": kind, "b_type": self.dtype}
-        for first, part in self.chunks():
+        for first, part in self.row_ranges():
             rows, more = part.shape[0], accumulate or first > 0
             columns = {"a_skip": self.out_features - rows, "a_first": first}
             rec.dispatch(matmul_nn, a, part, dx, None, None, scale, k=rows, accumulate=more, **columns, **shape)
@@ -122,7 +130,7 @@ class DenseWeight:
         row_bytes = self.in_features * ITEM_BYTES[self.dtype]
         step = max(1, PIECE_BYTES // row_bytes)
         step = step // 2 * 2 or 2  # an even number of rows is whole 32-bit words
-        for first, part in self.chunks():
+        for first, part in self.row_ranges():
             for start in range(0, part.shape[0], step):
                 stop = min(start + step, part.shape[0])
                 rows = _rows_as(source, name, self.dtype, first + start, first + stop)

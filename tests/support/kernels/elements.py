@@ -153,7 +153,7 @@ rotate(5, 3, 0, 20, norm=False)  # q in a storage of its own
 def table(b_type: str, rows: int = 29, cols: int = 7, first: int = 3, count: int = 5, scale: float = 1.0) -> None:
     def make(rng: np.random.Generator) -> Arrays:
         ids = rng.integers(0, first + count + 3, rows, np.uint32)
-        return {"ids": ids, "table": random_values(rng, b_type, count, cols), "y": normal(rng, rows, cols)}
+        return {"ids": ids, "b": random_values(rng, b_type, count, cols), "y": normal(rng, rows, cols)}
 
     add(embedding.embedding_rows, make, rows=rows, cols=cols, first=first, count=count, b_type=b_type, scale=scale)
 

@@ -24,6 +24,7 @@ def product(
     count: int = 0,
     a_scale: bool = False,
     rare: bool = False,
+    slow: bool = False,
     **flags: Any,
 ) -> None:
     shape = {"m": m, "n": n, "k": k, **flags}
@@ -34,7 +35,7 @@ def product(
         return {**arrays, "count": u32(count)} if count else arrays
 
     spared = (lambda tiling: cdiv(count, tiling.rows) * tiling.rows) if count else None
-    add(kernel, make, spared, rare=rare, **shape)
+    add(kernel, make, spared, rare=rare, slow=slow, **shape)
 
 
 product(matmul.matmul_nt, 37, 131, 52, bias=True)

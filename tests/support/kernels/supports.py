@@ -32,7 +32,7 @@ def gathering(kind: str) -> None:
         weights[::5], weights[COUNT:] = 0, np.nan
         stored = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}[kind]
         held = table.astype(stored).view(np.uint16 if kind == "bf16" else stored)
-        return {"weights": weights, "ids": kept(rng), "count": u32(COUNT), "table": held, "y": normal(rng, ROWS, WIDTH)}
+        return {"weights": weights, "ids": kept(rng), "count": u32(COUNT), "b": held, "y": normal(rng, ROWS, WIDTH)}
 
     constants = {"rows": ROWS, "kept": KEPT, "cols": WIDTH, "first": FIRST, "size": COLS, "b_type": kind}
     add(sparse_logits.support_product, make, **constants)

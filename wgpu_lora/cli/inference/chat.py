@@ -33,7 +33,7 @@ from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Model
 from wgpu_lora.errors import UserError
 from wgpu_lora.signals import ENDING, on_end_signal
 from wgpu_lora.text import escape_unprintable, join_words
-from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
+from wgpu_lora.weights.base_formats import AUTO
 
 if TYPE_CHECKING:
     from wgpu_lora.infer.chat import Chat
@@ -63,7 +63,7 @@ def chat(
     seed: Seed = 0,
     max_length: MaxLength = None,
     device: Device = None,
-    base_dtype: BaseDtype = DEFAULT_FORMAT,
+    base_dtype: BaseDtype = AUTO,
 ) -> int:
     """Chat with a model, with or without an adapter.
 

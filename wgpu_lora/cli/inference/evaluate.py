@@ -32,7 +32,7 @@ from wgpu_lora.events import Evaluating
 from wgpu_lora.names.choices import OVERFLOW
 from wgpu_lora.text import count_noun, escape_unprintable
 from wgpu_lora.train.objectives import OBJECTIVES
-from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
+from wgpu_lora.weights.base_formats import AUTO
 
 OF_LOSSES = ("objective", "max_length", "on_overflow", "completion_only_loss", "skip_bad_rows", "teacher",
              "teacher_adapter", "teacher_cache")  # fmt: skip
@@ -108,7 +108,7 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(help="File for all answers and their outcomes, as JSONL.")] = None,
     allow_unconfined: AllowUnconfined = False,
     device: Device = None,
-    base_dtype: BaseDtype = DEFAULT_FORMAT,
+    base_dtype: BaseDtype = AUTO,
     goal: Goal = None,
     notes: Notes = None,
     run_log: InRunLog = True,

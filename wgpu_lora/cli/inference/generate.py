@@ -27,7 +27,7 @@ from wgpu_lora.cli.inference.sampling_options import (
 from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Json, Model, refuse_unused
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import count_noun, escape_unprintable
-from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
+from wgpu_lora.weights.base_formats import AUTO
 
 if TYPE_CHECKING:
     from wgpu_lora.infer.answers import Answer
@@ -76,7 +76,7 @@ def generate(
     stop: Stop = None,
     seed: Seed = 0,
     device: Device = None,
-    base_dtype: BaseDtype = DEFAULT_FORMAT,
+    base_dtype: BaseDtype = AUTO,
     as_json: Json = False,
 ) -> int:
     """Answer prompts; without one, start a chat on a terminal.

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from gguf import quants
+from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf.gguf_header import Header, TensorInfo
 from wgpu_lora.formats.gguf.gguf_layout import PLAIN_LAYOUT, Layout, file_shape, read_rows_in_order
 from wgpu_lora.formats.safetensors_checkpoint import EDGE_BYTES
+from wgpu_lora.weights.base_formats import GGUF_PATTERN
 
 if TYPE_CHECKING:
     from wgpu_lora.weights.base import Packed
@@ -103,8 +105,35 @@ class GGUFCheckpoint:
         return self._shaped(name, self._stored_as[name].layout.values(values))
 
     def packed(self, name: str) -> Packed | None:
-        """The tensor if it is stored in a base format; here always None."""
+        """The tensor if it is stored in a base format that we write; here always None."""
         return None
+
+    def base_format(self, name: str) -> str | None:
+        """The base format that keeps a tensor as it is stored: None if there is none."""
+        info = self._tensors[name]
+        if info.kind in PLAIN:
+            return self.dtype(name).lower()
+        known = re.fullmatch(GGUF_PATTERN, info.kind.name.lower()) and not self._stored_as[name].layout.changes_values
+        return info.kind.name.lower() if known and self._block_order(name) is not None else None
+
+    def read_blocks(self, name: str, base_format: str, row_start: int, row_stop: int) -> np.ndarray:
+        """Rows of a tensor in a type of GGUF files, which is its `base_format`: uint8 [rows, bytes]."""
+        order = self._block_order(name)
+        assert order is not None
+        assert base_format == self.base_format(name)
+        rows = self._rows(name, row_start, row_stop)
+        return np.ascontiguousarray(rows.reshape(len(rows), order.size, -1)[:, order]).reshape(len(rows), -1)
+
+    def _block_order(self, name: str) -> np.ndarray | None:
+        """The file's blocks of a row in the checkpoint's order; None if that divides blocks."""
+        info = self._tensors[name]
+        (size_in,), block = info.shape[1:], GGML_QUANT_SIZES[info.kind][0]
+        index = self._stored_as[name].layout.column_index(size_in)
+        if index is None:
+            return np.arange(size_in // block)
+        places = np.argsort(index).reshape(-1, block)
+        whole = (places[:, 0] % block == 0) & (np.diff(places, axis=1) == 1).all(axis=1)
+        return places[:, 0] // block if whole.all() else None
 
     def digest(self) -> str:
         """A SHA-256 (hex) that identifies the file, as in `formats.checkpoint.Checkpoint.digest`."""

@@ -11,7 +11,7 @@ from wgpu_lora.train.lr_schedule import LR_SCHEDULES
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.option_types import FOREVER, NOT_NEGATIVE, POSITIVE, Range, option
-from wgpu_lora.weights.base_formats import BASE_FORMATS, DEFAULT_FORMAT
+from wgpu_lora.weights.base_formats import AUTO, BASE_FORMATS
 
 FILES, ADAPTER, OPTIMISATION = "Model, data and device", "Adapter", "Optimisation"
 BATCHES, MEMORY, SAVING = "Length of the run and batches", "Memory", "Logging and saving"
@@ -48,10 +48,11 @@ class GeneralOptions:
     )
     device: str | None = option(None, FILES, "Device index or part of its name; 'wgpu-lora info' lists the devices.")
     base_dtype: str = option(
-        DEFAULT_FORMAT,
+        AUTO,
         MEMORY,
-        "Storage type of the frozen base weights; low-bit ones also by group and mixed, such as lut2-g16 and q2a4.",
-        choices=BASE_FORMATS,
+        "Storage type of the frozen base weights; auto: that of a GGUF file or a packed model, else nf4. Low-bit ones "
+        "also by group and mixed, such as lut2-g16 and q2a4.",
+        choices=(AUTO, *BASE_FORMATS),
     )
     compute_dtype: str = option(
         "f32",

@@ -36,7 +36,7 @@ from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore
 from wgpu_lora.train.run.records import RUN
 from wgpu_lora.train.run.run_checkpoint import MANIFEST, damage
-from wgpu_lora.weights.base_formats import base_format
+from wgpu_lora.weights.base_formats import GGUF, base_format
 
 
 def initial_adapter(
@@ -176,9 +176,10 @@ def check_residual(args: TrainingArguments, model: LoadedModel) -> None:
             f"{text} needs the weights before quantisation, but those of {model.name} are stored in "
             f"{model.config.packed.upper()}: use the model in full precision."
         )
-    if base_format(model.decoder.base_dtype).bits >= 16:
+    base_dtype = model.decoder.base_dtype
+    if base_dtype == GGUF or base_format(base_dtype).bits >= 16:
         raise UserError(
-            f"{text} needs a quantised base, not {setting('base_dtype', model.decoder.base_dtype)}: use "
+            f"{text} needs a base that is quantised while it is loaded, not {setting('base_dtype', base_dtype)}: use "
             f"{setting('base_dtype', 'nf4')}, or {setting('init_lora_weights', 'pissa')}."
         )
 

@@ -24,7 +24,7 @@ from wgpu_lora.train.run.adapter_init import frozen_adapter
 from wgpu_lora.train.run.adapter_run import AdapterRun
 from wgpu_lora.train.session.data_stream import heldout_options
 from wgpu_lora.train.session.live_teachers import LiveTeacher
-from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
+from wgpu_lora.weights.base_formats import AUTO, DEFAULT_FORMAT, GGUF
 
 RANDOM = 128  # tokens that a live teacher's rest is estimated from, at other temperatures than 1
 
@@ -70,10 +70,10 @@ def _opened(args: TrainingArguments, student: LoadedModel) -> LoadedModel:
     """The teacher, which keeps the base format that it is stored in. If the student is stored in one, or its
     constants are trained, it has the default format: in the student's, it would be as rounded as the student is."""
     rounded = student.config.packed or args.train == "quant-scales"
-    base_dtype = DEFAULT_FORMAT if rounded else student.decoder.base_dtype
+    base_dtype = DEFAULT_FORMAT if rounded or student.decoder.base_dtype == GGUF else student.decoder.base_dtype
     with naming(with_renamed_options({"base_dtype": "teacher_base_dtype"})):
-        model = open_model(args.teacher or "", student.device, args.teacher_base_dtype or DEFAULT_FORMAT)
-        if args.teacher_base_dtype or model.config.packed or base_dtype == DEFAULT_FORMAT:
+        model = open_model(args.teacher or "", student.device, args.teacher_base_dtype or AUTO)
+        if args.teacher_base_dtype or model.decoder.base_dtype in (model.config.packed, GGUF, base_dtype):
             return model
         return open_model(args.teacher or "", student.device, base_dtype)
 

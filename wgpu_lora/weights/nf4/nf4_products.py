@@ -29,6 +29,7 @@ def _facts(c: Any) -> dict[str, Any]:
         "quad_k": c.form == "nn" and all(k % 4 == 0 for k in sizes(vars(c), "k")),
         "file": "nf4" if size_in % 8 == 0 else "nf4_ragged",
         "planes": (4,),
+        "levels": "nf4",
         "scale_steps": 1 if size_in % 8 else BLOCK if size_in % BLOCK == 0 else 8,
         "scale_word": "f32",
     }

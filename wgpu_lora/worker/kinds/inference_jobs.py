@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from wgpu_lora.api import answer, evaluate, load
 from wgpu_lora.infer.generation_options import AnswerOptions, generation_options
-from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
+from wgpu_lora.weights.base_formats import AUTO
 from wgpu_lora.worker.job_process import EventWriter, JobResult
 
 
@@ -20,7 +20,7 @@ def run_evaluate(
     model: str = "demo",
     adapter: str | None = None,
     device: str | int | None = None,
-    base_dtype: str = DEFAULT_FORMAT,
+    base_dtype: str = AUTO,
     split: str | None = None,
     dataset_config: str | None = None,
     skip_bad_rows: bool = False,
@@ -81,7 +81,7 @@ def run_generate(
     model: str = "demo",
     adapter: str | None = None,
     device: str | int | None = None,
-    base_dtype: str = DEFAULT_FORMAT,
+    base_dtype: str = AUTO,
     batch: int | None = None,
     where: str,
     **options: Unpack[AnswerOptions],

@@ -1,0 +1,19 @@
+// IQ4_XS: d (scale - 32) level, scale of 6 bits for 32 values, d for 256.
+alias Scale = f32;
+
+fn scale_at(w: Matrix, row: u32, step: u32) -> Scale {
+    let at = w.scales + step / 256u * 2u * w.out + row;
+    let first = scales[at];
+    let block = (step / 32u) & 7u;
+    let scale = ((scales[at + w.out] >> (4u * block)) & 15u) | (((first >> (16u + 2u * block)) & 3u) << 4u);
+    return half_of(first, 0u) * (f32(scale) - 32.0);
+}
+
+fn scale_count(out: u32, size_in: u32) -> u32 { return size_in / 256u * 2u * out; }
+
+fn decode8(bits: u32, d: Scale) -> Octet {
+    return Octet(
+        vec4<f32>(level(bits), level(bits >> 4u), level(bits >> 8u), level(bits >> 12u)) * d,
+        vec4<f32>(level(bits >> 16u), level(bits >> 20u), level(bits >> 24u), level(bits >> 28u)) * d,
+    );
+}

@@ -1,0 +1,14 @@
+// Q4_1: d code + m, d and m of 32 values.
+alias Scale = vec2<f32>;
+
+fn scale_at(w: Matrix, row: u32, step: u32) -> Scale {
+    let word = scales[w.scales + step / 32u * w.out + row];
+    return Scale(half_of(word, 0u), half_of(word, 1u));
+}
+
+fn scale_count(out: u32, size_in: u32) -> u32 { return size_in / 32u * out; }
+
+fn decode8(bits: u32, s: Scale) -> Octet {
+    let low = vec4<f32>(s.y);
+    return Octet(vec4<f32>(four_nibbles(bits, 0u)) * s.x + low, vec4<f32>(four_nibbles(bits, 16u)) * s.x + low);
+}

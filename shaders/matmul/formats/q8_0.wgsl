@@ -1,0 +1,16 @@
+// Q8_0: d code, d of 32 values, codes with a sign. A word of scales has d of two neighbouring blocks.
+alias Scale = f32;
+
+fn scale_at(w: Matrix, row: u32, step: u32) -> Scale {
+    return half_of(scales[w.scales + step / 64u * w.out + row], step / 32u);
+}
+
+fn scale_count(out: u32, size_in: u32) -> u32 { return (size_in + 63u) / 64u * out; }
+
+fn signed_bytes(word: u32) -> vec4<f32> {
+    return vec4<f32>(vec4<i32>(vec4<u32>(word) << vec4<u32>(24u, 16u, 8u, 0u)) >> vec4<u32>(24u));
+}
+
+fn decode8(bits: vec2<u32>, d: Scale) -> Octet {
+    return Octet(signed_bytes(bits.x) * d, signed_bytes(bits.y) * d);
+}

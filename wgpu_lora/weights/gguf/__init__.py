@@ -1,0 +1,1 @@
+"""Quantised matrices as GGUF files hold them."""

@@ -1,0 +1,262 @@
+"""Frozen matrices and tables in the types of GGUF files, packed on the device from the file's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from wgpu_lora.errors import NotFiniteError, UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.tensor import ALIGNMENT, Storage, Tensor, align, persistent, share_storage, spanning
+from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.ops.embedding import TablePart
+from wgpu_lora.ops.frozen_product import FrozenProduct
+from wgpu_lora.ops.linear import FrozenMatrix
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared, Weight, read
+from wgpu_lora.weights.base_formats import GGUF
+from wgpu_lora.weights.gguf.gguf_formats import FORMATS, GGUFFormat, random_blocks
+from wgpu_lora.weights.gguf.gguf_products import (
+    gguf_matmul,
+    gguf_matmul_backward,
+    gguf_pack,
+    gguf_rows,
+    gguf_support_product,
+)
+
+
+@dataclass(frozen=True)
+class GGUFWeight:
+    """Codes and scales of a matrix, as in `gguf_formats`. Forward and backward read the same codes."""
+
+    out_features: int
+    in_features: int
+    item: GGUFFormat
+    codes: Tensor
+    scales: Tensor
+
+    @classmethod
+    def declare(cls, shape: tuple[int, int], item: GGUFFormat, name: str) -> GGUFWeight:
+        out, size_in = shape
+        codes = persistent((item.code_rows(size_in), out), "u32", "base", f"{name}.codes")
+        return cls(
+            out, size_in, item, codes, persistent((item.scale_rows(size_in), out), "u32", "base", f"{name}.scales")
+        )
+
+    @property
+    def format(self) -> str:
+        return self.item.name
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {"codes": self.codes, "scales": self.scales}
+
+    def _like(self, others: Sequence[FrozenMatrix]) -> list[GGUFWeight]:
+        """This matrix and others, if all are of its format; else none."""
+        same = [other for other in others if isinstance(other, GGUFWeight) and other.item is self.item]
+        return [self, *same] if len(same) == len(others) else []
+
+    def stacked(self, others: Sequence[Weight], max_binding: int) -> list[GGUFWeight] | None:
+        weights = self._like(others)
+        if not weights or sum(align(weight.codes.nbytes) for weight in weights) > max_binding:
+            return None
+        codes = share_storage([weight.codes for weight in weights], f"{self.codes.name} and others")
+        scales = share_storage([weight.scales for weight in weights], f"{self.scales.name} and others")
+        return [replace(w, codes=c, scales=s) for w, c, s in zip(weights, codes, scales, strict=True)]
+
+    def of_layer(self, others: Sequence[Weight]) -> Sequence[Weight]:
+        return [self, *others]
+
+    def product(self, others: Sequence[FrozenMatrix]) -> FrozenProduct | None:
+        weights = self._like(others)
+        codes = spanning([weight.codes for weight in weights]) if weights else None
+        scales = spanning([weight.scales for weight in weights]) if weights else None
+        if codes is None or scales is None:
+            return None
+        tensors, outs = {"codes": codes, "scales": scales}, tuple(weight.out_features for weight in weights)
+        kernels = gguf_matmul, gguf_matmul_backward
+        return FrozenProduct(outs, self.in_features, *kernels, lambda rec: tensors, {"b_type": self.format})
+
+    def _product(self) -> FrozenProduct:
+        product = self.product(())
+        assert product is not None
+        return product
+
+    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
+        self._product().forward(rec, x, y, bias, accumulate, None)
+
+    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
+        self._product().backward(rec, dy, dx, accumulate, None)
+
+    def storages(self) -> list[Storage]:
+        return [self.codes.storage, self.scales.storage]
+
+    # -- contents --------------------------------------------------------------------------------------------------
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in the file."""
+        return self.in_features // self.item.block * self.item.block_bytes
+
+    def scratch(self) -> Mapping[str, int]:
+        return {"staging": -(-min(self.piece_rows, self.out_features) * self.row_bytes // 4)}
+
+    @property
+    def piece_rows(self) -> int:
+        """Rows that are uploaded at a time."""
+        return max(4, PIECE_BYTES // self.row_bytes // 4 * 4)
+
+    def load(self, loading: Loading, source: MatrixSource, name: str) -> None:
+        self.load_rows(loading, source, name, 0)
+
+    def load_rows(self, loading: Loading, source: MatrixSource, name: str, first_row: int) -> None:
+        """Fills the matrix with the rows from first_row on of a larger one."""
+        for first in range(0, self.out_features, self.piece_rows):
+            rows = min(self.piece_rows, self.out_features - first)
+            blocks = source.read_blocks(name, self.format, first_row + first, first_row + first + rows)
+            if not self.item.finite(blocks):
+                raise NotFiniteError(
+                    f"{name} has scales that are NaN or infinite: download or convert the model again."
+                )
+            staging = loading.scratch["staging"]
+            loading.device.write(staging.storage.buffer, np.pad(blocks.reshape(-1), (0, -blocks.size % 4)))
+            program = Program(loading.device, "pack")
+            words = replace(staging, shape=(-(-blocks.size // 4),), dtype="u32")
+            shape: dict[str, Any] = {
+                "rows": rows,
+                "first": first,
+                "out": self.out_features,
+                "size_in": self.in_features,
+            }
+            program.dispatch(gguf_pack, words, self.codes, self.scales, first=first, b_type=self.format, **shape)
+            with loading.running(program):
+                pass
+
+    def values(self, device: Device) -> np.ndarray:
+        codes, scales = read(device, self.codes), read(device, self.scales)
+        return self.item.decode(codes, scales, self.out_features, self.in_features).astype(np.float32)
+
+    def packed(self, device: Device) -> Packed | None:
+        return None
+
+    def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
+        blocks = random_blocks(self.item, self.out_features, self.in_features, rng, 0.02)
+        return zip((self.codes, self.scales), self.item.to_words(blocks), strict=True)
+
+
+@dataclass(frozen=True)
+class GGUFTable:
+    """An embedding or LM head in matrices of rows that fit one binding.
+
+    cap: of the logits, if it is an LM head whose logits are capped.
+    """
+
+    parts: tuple[GGUFWeight, ...]
+    cap: float = 0.0
+    dtype: ClassVar[str] = "f32"  # of its values
+
+    @classmethod
+    def declare(
+        cls, shape: tuple[int, int], base_format: str, name: str, max_binding: int, cap: float = 0.0
+    ) -> GGUFTable:
+        (rows, cols), item = shape, FORMATS[base_format]
+        limit = max(ALIGNMENT, max_binding // (4 * item.code_rows(cols)) // ALIGNMENT * ALIGNMENT)
+        starts = range(0, rows, limit)
+        return cls(tuple(GGUFWeight.declare((min(limit, rows - i), cols), item, f"{name}[{i}:]") for i in starts), cap)
+
+    @property
+    def format(self) -> str:
+        return self.parts[0].format
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.out_features for part in self.parts)
+
+    @property
+    def in_features(self) -> int:
+        return self.parts[0].in_features
+
+    def chunks(self, max_rows: int | None = None) -> Iterator[tuple[int, TablePart]]:
+        """The chunks of `ops.embedding.EmbeddingTable`."""
+        first, kernels = 0, (gguf_matmul, gguf_matmul_backward, gguf_rows, gguf_support_product)
+        for part in self.parts:
+            count = part.out_features
+            step = max_rows or count
+            for start in range(0, count, step):
+                rows = min(step, count - start)
+                place = {"w_skip": count - rows, "w_first": start}
+                yield first + start, TablePart(rows, part.tensors, self.format, *kernels, place)
+            first += count
+
+    def storages(self) -> list[Storage]:
+        return [storage for part in self.parts for storage in part.storages()]
+
+    def scratch(self) -> Mapping[str, int]:
+        return self.parts[0].scratch()
+
+    def load(self, loading: Loading, source: MatrixSource, name: str) -> None:
+        first = 0
+        for part in self.parts:
+            part.load_rows(loading, source, name, first)
+            first += part.out_features
+
+    def values(self, device: Device) -> np.ndarray:
+        return np.concatenate([part.values(device) for part in self.parts])
+
+    def packed(self, device: Device) -> Packed | None:
+        return None
+
+    def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
+        for part in self.parts:
+            yield from part.synthetic(rng)
+
+
+@dataclass(frozen=True)
+class GGUFType:
+    """The base format of a type."""
+
+    item: GGUFFormat
+    packed_form: ClassVar[None] = None  # only GGUF files have it
+
+    @property
+    def name(self) -> str:
+        return self.item.name
+
+    @property
+    def bits(self) -> float:
+        return self.item.bits
+
+    def declare(self, shape: tuple[int, int], name: str, shared: Shared, packed: Packed | None = None) -> GGUFWeight:
+        return GGUFWeight.declare(shape, self.item, name)
+
+    def round_trip(self, w: np.ndarray) -> np.ndarray:
+        raise NotImplementedError("matrices are not quantised to it")
+
+
+def gguf_type(name: str) -> GGUFType:
+    """The base format of a type, by its name in lower case."""
+    return GGUFType(FORMATS[name])
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """The matrices of a GGUF file, each in its own type. bits: of the largest type that is quantised."""
+
+    name: ClassVar[str] = GGUF
+    packed_form: ClassVar[None] = None
+    bits: ClassVar[float] = FORMATS["q8_0"].bits
+
+    def declare(self, shape: tuple[int, int], name: str, shared: Shared, packed: Packed | None = None) -> Weight:
+        raise UserError(
+            f"{setting('base_dtype', GGUF)} is for GGUF files: leave it out, or give one as {flag('model')}."
+        )
+
+    def round_trip(self, w: np.ndarray) -> np.ndarray:
+        raise NotImplementedError("matrices are not quantised to it")
+
+
+GGUF_FILE = GGUFFile()
