@@ -108,7 +108,7 @@ def full_logits(
     program = Program(device)
     hidden = model.decoder.hidden(Recorder(program), inputs, adapters.bind(inputs) if adapters else {})
     logits = persistent((ROWS, config.vocab_size), "f32", "workspace", "logits")
-    (part,) = head.parts
+    ((_, part),) = head.chunks()
     head_logits(program.dispatch, hidden, head, part, logits)
     with allocated(device, program, inputs.storages()) as arena:
         program.build(arena)

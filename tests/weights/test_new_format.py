@@ -173,7 +173,7 @@ def test_it_is_saved_and_loaded_as_it_was_saved(device: Device, tmp_path: Path) 
         write_packed(again, tmp_path / "twice")
 
 
-CHOICES = "nf4, bf16, f16, f32, lut2, lut3, lut4, int8, twin"
+CHOICES = "nf4, bf16, f16, f32, lut2, lut3, lut4, int8, gguf, twin"
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_it_is_planned_and_trained_on(device: Device, tmp_path: Path) -> None:
 
 
 def test_it_is_named_with_the_others(device: Device, tmp_path: Path) -> None:
-    message = rf"base_dtype='bf16' cannot be stored packed: choose one of {CHOICES.replace('bf16, f16, f32, ', '')}\."
+    message = rf"base_dtype='bf16' cannot be stored packed: choose one of {CHOICES.replace('bf16, f16, f32, ', '').replace('gguf, ', '')}\."
     with pytest.raises(UserError, match=message):
         write_packed(open_model(str(model_dir("llama")), device, "bf16"), tmp_path / "saved")
     with pytest.raises(UserError, match=rf"base_dtype='zork' is not known: choose one of {CHOICES}\."):

@@ -128,7 +128,7 @@ def test_a_dense_weight_in_parts(device: Device) -> None:
     storages = program.persistent_storages()
     allocate(device, storages)
     program.build(Arena(device))
-    for first, part in weight.chunks():
+    for first, part in weight.row_ranges():
         device.write(part.storage.buffer, w[first : first + part.shape[0]])
     for name, values in (("x", x), ("dy", dy), ("bias", bias)):
         device.write(tensors[name].storage.buffer, values)

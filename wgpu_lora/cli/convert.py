@@ -37,7 +37,7 @@ def import_model(
     from wgpu_lora.models.loaded_model import open_model
 
     check_new(output, "--output", directory=True)  # before the model may be downloaded
-    opened = open_model(model, device)
+    opened = open_model(model, device, "nf4")
     with Bar("packing", opened.tensors_to_load() + len(opened.config.parameter_shapes())) as bar:
         write_packed(opened, output, events=TensorBar(bar))
     nbytes = sum(path.stat().st_size for path in output.glob("*.safetensors"))

@@ -19,7 +19,7 @@ from wgpu_lora.train.option_types import FOREVER, kinds
 from wgpu_lora.train.options.training_arguments import PANELS, TrainingArguments
 from wgpu_lora.train.options.unused_options import unused_options
 from wgpu_lora.train.resolve_options import resolve_options
-from wgpu_lora.weights.base_formats import AUTO, BASE_FORMATS
+from wgpu_lora.weights.base_formats import CHOICES
 
 Completer = Callable[[str], list[Any]]  # the incomplete word -> values, or (value, help)
 
@@ -132,7 +132,7 @@ BaseDtype = Annotated[
     choice(
         "Storage type of the frozen base weights; auto: that of a GGUF file or a packed model, else nf4. Low-bit ones "
         "also by group and mixed, such as lut2-g16 and q2a4.",
-        (AUTO, *BASE_FORMATS),
+        CHOICES,
     ),
 ]
 AllowUnconfined = Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from wgpu_lora.errors import UserError
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from wgpu_lora.weights.base import BaseFormat, PackedForm, Shared, StoredFormats, Weight
 
 GGUF = "gguf"  # each matrix of a GGUF file in its own type
-GGUF_PATTERN = "q[458]_[01]|q[456]_k|iq4_(nl|xs)"  # those types
+GGUF_PATTERN = "q[45]_[01]|q8_0|q[456]_k|iq4_(nl|xs)"  # those types
 
 BASE_FORMATS: Registry[BaseFormat] = Registry(
     {
@@ -31,6 +32,22 @@ BASE_FORMATS: Registry[BaseFormat] = Registry(
 )
 DEFAULT_FORMAT = next(iter(BASE_FORMATS))
 AUTO = "auto"  # as the model is stored, if it is in a base format, or DEFAULT_FORMAT
+
+
+class _Choices(Collection[str]):
+    """The values of --base-dtype."""
+
+    def __contains__(self, name: object) -> bool:
+        return name == AUTO or name in BASE_FORMATS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((AUTO, *BASE_FORMATS))
+
+    def __len__(self) -> int:
+        return 1 + len(BASE_FORMATS)
+
+
+CHOICES = _Choices()
 
 
 def base_format(name: str) -> BaseFormat:

@@ -11,8 +11,8 @@ from wgpu_lora.weights.gguf.gguf_formats import FORMATS, random_blocks
 
 FORWARD, BACKWARD = gguf_products.gguf_matmul, gguf_products.gguf_matmul_backward
 
-# Each type in both products: ragged columns, several blocks of a row, an odd number of half floats. One tiling, because a
-# type is decoded alike in all.
+# Each type in both products: ragged columns, several blocks of a row, an odd number of half floats. One tiling,
+# because a type is decoded alike in all.
 for name, item in FORMATS.items():
     size_in = 768 if item.block == 256 else 96
     product(FORWARD, 17, 35, size_in, b_type=name, bias=True, slow=True)

@@ -11,7 +11,7 @@ from wgpu_lora.train.lr_schedule import LR_SCHEDULES
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.option_types import FOREVER, NOT_NEGATIVE, POSITIVE, Range, option
-from wgpu_lora.weights.base_formats import AUTO, BASE_FORMATS
+from wgpu_lora.weights.base_formats import AUTO, BASE_FORMATS, CHOICES
 
 FILES, ADAPTER, OPTIMISATION = "Model, data and device", "Adapter", "Optimisation"
 BATCHES, MEMORY, SAVING = "Length of the run and batches", "Memory", "Logging and saving"
@@ -52,7 +52,7 @@ class GeneralOptions:
         MEMORY,
         "Storage type of the frozen base weights; auto: that of a GGUF file or a packed model, else nf4. Low-bit ones "
         "also by group and mixed, such as lut2-g16 and q2a4.",
-        choices=(AUTO, *BASE_FORMATS),
+        choices=CHOICES,
     )
     compute_dtype: str = option(
         "f32",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,8 @@ from wgpu_lora.weights.gguf.gguf_formats import FORMATS, GGUFFormat, random_bloc
 
 def _pack_facts(c: Any) -> dict[str, Any]:
     item = FORMATS[c.b_type]
-    names = ("planes", "words", "half", "block", "block_bytes")
-    return {name: getattr(item, name) for name in names}
+    names = ("words", "half", "block", "block_bytes")
+    return {"planes": tuple(map(astuple, item.planes)), **{name: getattr(item, name) for name in names}}
 
 
 def _pack_grid(c: Any) -> Any:

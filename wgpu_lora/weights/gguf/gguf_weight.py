@@ -128,7 +128,6 @@ class GGUFWeight:
             words = replace(staging, shape=(-(-blocks.size // 4),), dtype="u32")
             shape: dict[str, Any] = {
                 "rows": rows,
-                "first": first,
                 "out": self.out_features,
                 "size_in": self.in_features,
             }

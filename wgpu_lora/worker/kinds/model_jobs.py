@@ -37,7 +37,7 @@ from wgpu_lora.worker.job_process import EventWriter
 def run_import(port: EventWriter, *, model: str, output: str, device: str | int | None = None) -> dict[str, Any]:
     """output: a directory that does not exist yet."""
     check_new(output, flag("output"), directory=True)  # before the model may be downloaded
-    write_packed(open_model(model, device), Path(output), events=port)
+    write_packed(open_model(model, device, "nf4"), Path(output), events=port)
     nbytes = sum(path.stat().st_size for path in Path(output).glob("*.safetensors"))
     return {"output": output, "bytes": nbytes}
 
