@@ -42,6 +42,11 @@ class GGUFWeight:
     @classmethod
     def declare(cls, shape: tuple[int, int], item: GGUFFormat, name: str) -> GGUFWeight:
         out, size_in = shape
+        if size_in % item.block:
+            raise UserError(
+                f"{setting('base_dtype', item.name)} has blocks of {item.block} values, which do not divide the "
+                f"{size_in:,} columns of {name}: use another type."
+            )
         codes = persistent((item.code_rows(size_in), out), "u32", "base", f"{name}.codes")
         return cls(
             out, size_in, item, codes, persistent((item.scale_rows(size_in), out), "u32", "base", f"{name}.scales")
