@@ -208,7 +208,8 @@ def test_it_is_planned_and_trained_on(device: Device, tmp_path: Path) -> None:
 
 
 def test_it_is_named_with_the_others(device: Device, tmp_path: Path) -> None:
-    message = rf"base_dtype='bf16' cannot be stored packed: choose one of {CHOICES.replace('bf16, f16, f32, ', '').replace('gguf, ', '')}\."
+    packed = CHOICES.replace("bf16, f16, f32, ", "").replace("gguf, ", "")
+    message = rf"base_dtype='bf16' cannot be stored packed: choose one of {packed}\."
     with pytest.raises(UserError, match=message):
         write_packed(open_model(str(model_dir("llama")), device, "bf16"), tmp_path / "saved")
     with pytest.raises(UserError, match=rf"base_dtype='zork' is not known: choose one of {CHOICES}\."):
