@@ -206,7 +206,7 @@ def read_tokenizer(header: Header, vocab_size: int, pre: str | None = None) -> T
         special = {f"{name}_token": text for name, key in names.items() if (text := vocabulary.special(key))}
         ends = [vocabulary.ids[text] for text in vocabulary.of_type(_CONTROL, _USER_DEFINED) if text in _ENDS]
         return Tokenizer(
-            TokenizerProcess(json.dumps(document)),
+            TokenizerProcess(json.dumps(document), normalized=True),
             special_tokens=special,
             chat_templates=_chat_templates(header),
             template_origin=f" in {header.path}",
@@ -331,12 +331,13 @@ def _rebuilt_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     if sum(len(piece) for piece in pieces) > _MAX_SPLITS or max(map(len, pieces), default=0) > _MAX_TOKEN:
         raise UserError(f"{header.path} has tokens that are too long: use another conversion of the model.")
     same = len({float(scores[id]) for id in pieces.values()}) == 1
-    result = []
-    for piece, id in pieces.items():
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in pieces and right in pieces:
-                result.append((id if same else -float(scores[id]), -cut, left, right))
+    ranks = range(len(scores)) if same else (-scores).tolist()
+    result = [
+        (ranks[id], -cut, left, right)
+        for piece, id in pieces.items()
+        for cut in range(1, len(piece))
+        if (left := piece[:cut]) in pieces and (right := piece[cut:]) in pieces
+    ]
     result.sort(key=lambda merge: merge[:2])
     return [(left, right) for _, _, left, right in result]
 

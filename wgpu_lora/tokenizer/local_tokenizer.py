@@ -65,9 +65,11 @@ class LocalTokenizer:
         self.info = TokenizerInfo(most + 1, tuple(tokens), tuple(notes))
 
     @classmethod
-    def open(cls, document: str, added_tokens: Sequence[Mapping[str, Any]] = ()) -> LocalTokenizer:
-        """Read a tokenizer.json; see `normalize_document`."""
-        text, notes = normalize_document(document, added_tokens)
+    def open(
+        cls, document: str, added_tokens: Sequence[Mapping[str, Any]] = (), normalized: bool = False
+    ) -> LocalTokenizer:
+        """Read a tokenizer.json; see `normalize_document`. normalized: it is one that this package has written."""
+        text, notes = (document, []) if normalized else normalize_document(document, added_tokens)
         with library_errors():
             return cls(tokenizers.Tokenizer.from_str(text), notes)
 

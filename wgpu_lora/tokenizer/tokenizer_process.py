@@ -28,7 +28,7 @@ class TokenizerProcess:
     """A `LocalTokenizer` in a child process, which can only compute. If the child has ended, `call` starts another.
 
     Args:
-        document, added_tokens: see `LocalTokenizer.open`.
+        document, added_tokens, normalized: see `LocalTokenizer.open`.
 
     Raises:
         TokenizerError: the tokenizer is refused.
@@ -36,8 +36,10 @@ class TokenizerProcess:
 
     info: TokenizerInfo
 
-    def __init__(self, document: str, added_tokens: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._document = document, list(added_tokens)
+    def __init__(
+        self, document: str, added_tokens: Sequence[Mapping[str, Any]] = (), normalized: bool = False
+    ) -> None:
+        self._document = document, list(added_tokens), normalized
         self._lock = threading.Lock()
         self._child: ChildProcess | None = None
         try:
