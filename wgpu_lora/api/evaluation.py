@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from wgpu_lora.train.objectives import formats_of, objective_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
 from wgpu_lora.train.run.trained_options import check_rows, evaluation_rows
 from wgpu_lora.train.training_data import prepared_for
+from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
 
 
 def evaluate(
@@ -210,6 +211,26 @@ def _objective(
     if objective is None and chosen["objective"] != "sft" and not reads(chosen["objective"], source):
         return {"objective": "sft"}
     return chosen
+
+
+def merged_losses(model: str, adapter: Path, merged: Path, dtype: str, data: Path) -> Iterator[tuple[str, float]]:
+    """Yields losses of held-out data: of an adapter beside its base and then, of the model merged meanwhile, in its
+    dtype and in NF4.
+
+    Raises:
+        UserError: as `evaluate`.
+    """
+    opened = open_model(model)
+    rows = evaluation_rows({}, [adapter], opened.config.max_position_embeddings)
+    names = ("max_length", "on_overflow", "completion_only_loss", "enable_thinking")
+    options: dict[str, Any] = {name: getattr(rows, name) for name in names}
+    options |= {"objective": "sft", "run_log": False}
+    yield "beside its base", evaluate(opened, data, adapter=adapter, **options).loss
+    opened.unload()
+    for base_dtype in (dtype, DEFAULT_FORMAT):
+        opened = open_model(str(merged), base_dtype=base_dtype)
+        yield f"merged, in {base_dtype}", evaluate(opened, data, **options).loss
+        opened.unload()
 
 
 def _objective_loss(

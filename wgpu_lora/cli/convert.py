@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated
 
@@ -50,23 +51,37 @@ def merge(
     output: Annotated[Path, typer.Option(help="Directory for the merged model; it must not exist yet.")],
     model: Model = None,
     dtype: Annotated[str, choice("Type of the written weights.", MERGED_DTYPES)] = "bf16",
+    eval_data: Annotated[
+        Path | None, typer.Option(help="Held-out rows: report the loss before merging, after it, and rounded to NF4.")
+    ] = None,
 ) -> int:
     """Merge an adapter into its base, as a standalone model.
 
-    It works tensor by tensor on the CPU: neither a GPU nor memory for the whole model is needed.
+    It works tensor by tensor on the CPU: neither a GPU nor memory for the whole model is needed, but for --eval-data.
     """
+    from wgpu_lora.api.evaluation import merged_losses
     from wgpu_lora.atomic import check_new
     from wgpu_lora.export.adapter_merge import merge_adapter
-    from wgpu_lora.formats.hub import resolve_model
+    from wgpu_lora.formats.hub import is_gguf, resolve_model
     from wgpu_lora.infer.named_adapters import base_of
     from wgpu_lora.models.model_files import config_of
 
     check_new(output, "--output", directory=True)  # before the model may be downloaded
     model_name = model or base_of(adapter) or "demo"
     directory = resolve_model(model_name)
+    losses = merged_losses(model_name, adapter, output, dtype, eval_data) if eval_data else iter(())
+    before = list(islice(losses, 1))  # reads the data before anything is written
     with Bar("merging", len(config_of(directory).parameter_shapes())) as bar:
         merge_adapter(directory, adapter, output, dtype, name=model_name, events=TensorBar(bar))
     line("merged", f"{directory} and {adapter} into {output}, {dtype}")
+    if is_gguf(directory):
+        line(
+            "note",
+            "the quantised weights of the GGUF file are decoded; quantising the merged model rounds them a second time: "
+            "'wgpu-lora export gguf --lora' writes the adapter for the file as it is",
+        )
+    for text, loss in chain(before, losses):
+        line("loss", f"{loss:.4f} {text}")
     return 0
 
 

@@ -36,9 +36,7 @@ class TokenizerProcess:
 
     info: TokenizerInfo
 
-    def __init__(
-        self, document: str, added_tokens: Sequence[Mapping[str, Any]] = (), normalized: bool = False
-    ) -> None:
+    def __init__(self, document: str, added_tokens: Sequence[Mapping[str, Any]] = (), normalized: bool = False) -> None:
         self._document = document, list(added_tokens), normalized
         self._lock = threading.Lock()
         self._child: ChildProcess | None = None
