@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-full ci-times test-rare test-reference test-drivers test-proof test-exchange test-tpm test-cluster test-wheel fuzz prove-wgpu bench bench-reference bench-gpu gpu-compilers test-gpu-compilers lint
+.PHONY: help setup demo test test-fast test-full ci-times test-rare test-reference test-drivers test-proof test-exchange test-tpm test-cluster test-wheel fuzz prove-wgpu bench bench-reference bench-smollm2 bench-gpu gpu-compilers test-gpu-compilers lint
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -125,6 +125,9 @@ fuzz: setup .venv/fuzz  ## feed a million mutated files to all readers of untrus
 BENCH_SHAPE ?=
 bench: setup .venv/all  ## all bricks under pytest-benchmark, results in bench.json (BENCH_SHAPE=qwen2.5-0.5b for that size)
 	WGPU_LORA_BENCH_SHAPE=$(BENCH_SHAPE) $(PYTEST) tests/benchmarks --benchmark-only --benchmark-json=bench.json
+
+bench-smollm2: setup .venv/reference  ## SmolLM2-135M, rank 8, 512 tokens: beside PyTorch + PEFT in bf16 and f32, in bench-smollm2.json
+	$(BIN)/python -m scripts.bench.reference --shape smollm2-135m --rows 1 --tokens 512 --rank 8 --ours q4_1,nf4,f32 --torch bf16,f32 --json bench-smollm2.json $(BENCH_SMOLLM2)
 
 bench-reference: setup .venv/reference  ## a training step compared with PyTorch + PEFT in f32, alternating
 	$(BIN)/python -m scripts.bench.reference --json bench-reference.json

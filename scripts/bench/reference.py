@@ -48,7 +48,7 @@ from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.training_log import environment
 from wgpu_lora.typed_json import read_as
-from wgpu_lora.weights.base_formats import BASE_FORMATS
+from wgpu_lora.weights.base_formats import BASE_FORMATS, GGUF
 from wgpu_lora.worker.job_kinds import KINDS
 from wgpu_lora.worker.job_process import EventWriter, JobResult
 from wgpu_lora.worker.worker import Worker, WorkerFailed
@@ -240,6 +240,21 @@ def peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
+POWERCAP = Path("/sys/class/powercap")
+
+
+def processor_joules() -> float | None:
+    """The counters of energy of all processor packages (Linux's powercap), in joules; None where they are not readable.
+
+    A counter begins again at 0 once in some hours.
+    """
+    try:
+        counters = [int(path.read_text()) for path in POWERCAP.glob("intel-rapl:?/energy_uj")]
+    except (OSError, ValueError):
+        return None
+    return sum(counters) / 1e6 if counters else None
+
+
 def take_turns(sides: Mapping[str, Worker], rounds: int, steps: int) -> dict[str, Record]:
     """Prepare every side, then let each take `steps` steps per round, one side at a time.
 
@@ -251,7 +266,11 @@ def take_turns(sides: Mapping[str, Worker], rounds: int, steps: int) -> dict[str
     for request, values in requests:
         for name in [name for name in sides if "not_run" not in found[name]]:
             try:
+                before = processor_joules()
                 answer = sides[name].ask(request, **values)
+                after = processor_joules()
+                if before is not None and after is not None and after >= before and request == "steps":
+                    found[name]["joules"] = found[name].get("joules", 0.0) + after - before
                 found[name] |= answer | {"seconds": found[name]["seconds"] + answer.get("seconds", [])}
             except WorkerFailed as error:
                 found[name] = {"not_run": str(error)}
@@ -267,6 +286,8 @@ def compared(found: Mapping[str, Record], tokens: int, reference: str) -> list[R
             ratio = medians[reference] / seconds if reference in medians else None
             row |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds, "ratio": ratio}
             row["steps"] = len(row["seconds"])
+            if "joules" in row:  # of the processor, while this side had its turns
+                row["joules_per_token"] = row["joules"] / (tokens * row["steps"])
     return rows
 
 
@@ -289,10 +310,16 @@ class Comparison:
 
     def check(self) -> None:
         """Raises UserError if it cannot run, before any process starts."""
-        ours = [f"{base}{compute}" for base in BASE_FORMATS for compute in ("", *(f"+{half}" for half in HALVES))]
-        for name, allowed in (("ours", tuple(ours)), ("torch", TORCH_DTYPES)):
-            for unknown in set(getattr(self, name)) - set(allowed):
-                raise UserError(f"--{name} has {unknown!r}, which is not one of {', '.join(allowed)}.")
+        for unknown in set(self.torch) - set(TORCH_DTYPES):
+            raise UserError(f"--torch has {unknown!r}, which is not one of {', '.join(TORCH_DTYPES)}.")
+        for name in self.ours:
+            base, _, compute = name.partition("+")
+            if base not in BASE_FORMATS or base == GGUF or (name != base and compute not in HALVES):
+                formats = ", ".join(item for item in BASE_FORMATS if item != GGUF)
+                raise UserError(
+                    f"--ours has {name!r}, which is not one of {formats} or a type of GGUF files such as q4_k, each "
+                    f"also with {' or '.join(f'+{half}' for half in HALVES)}."
+                )
         sizes = {"rows": min(self.rows, default=0), "threads": self.threads, "rounds": self.rounds, "steps": self.steps}
         for name, value in sizes.items():
             if value < 1:
@@ -367,10 +394,12 @@ def cells(row: Record) -> list[str]:
         return [*said, "not run"]
     ratio, device = row["ratio"], row.get("planned", row.get("allocated"))
     said += [f"{row['step_seconds']:.4f}", f"{row['tokens_per_second']:,.0f}", "" if ratio is None else f"{ratio:.3f}"]
+    joules = row.get("joules_per_token")
     return [
         *said,
         "" if device is None else format_bytes(device),
         format_bytes(row["resident"]),
+        "" if joules is None else f"{1000 * joules:.1f}",
         f"{row['first_loss']:.5f}",
     ]
 
@@ -393,7 +422,17 @@ def _measured(asked: Comparison, no_serving: bool) -> tuple[list[Record], list[R
     for count in asked.rows:
         line("step", f"{count} x {asked.tokens} tokens, {asked.rounds} rounds of {asked.steps} steps per side")
         rows += asked.of(count)
-    head = ("step", "side", "s a step", "processed tokens/s", "of torch", "device", "process", "first loss")
+    head = (
+        "step",
+        "side",
+        "s a step",
+        "processed tokens/s",
+        "of torch",
+        "device",
+        "process",
+        "mJ a token",
+        "first loss",
+    )
     console().print(table(head, map(cells, rows), text_columns=head[:2]))
     served = [] if no_serving else [asked.serving(dtype) for dtype in asked.ours if "+" not in dtype]
     for row in served:

@@ -47,6 +47,17 @@ def test_sides_take_turns_and_one_that_ends_is_told(sides: dict[str, Worker], tm
     assert [line.split()[0] for line in asked if line.endswith("steps")] == ["good", "bad", "other", "good", "other"]
 
 
+def test_the_energy_of_the_processor_is_that_of_all_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reference, "POWERCAP", tmp_path)
+    assert reference.processor_joules() is None
+    for name, microjoules in (("intel-rapl:0", 1_500_000), ("intel-rapl:1", 500_000), ("intel-rapl:0:0", 7)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text(f"{microjoules}\n")
+    assert reference.processor_joules() == 2.0
+    (row,) = compared({"torch": {"seconds": [1.0, 1.0], "joules": 40.0}}, 100, "torch")
+    assert row["joules_per_token"] == 0.2
+
+
 def test_speeds_are_held_against_the_reference():
     found = {"ours": {"seconds": [2.0, 1.0, 4.0]}, "torch": {"seconds": [1.0]}, "bad": {"not_run": "why"}}
     ours, torch, bad = compared(found, 100, "torch")
@@ -63,6 +74,7 @@ def test_speeds_are_held_against_the_reference():
         (False, [], "torch, transformers, peft cannot be imported"),
         (True, ["--rounds", "0"], "--rounds must be at least 1, not 0."),
         (True, ["--rows", "1,0"], "--rows must be at least 1, not 0."),
+        (True, ["--ours", "q4_2"], "--ours has 'q4_2', which is not one of nf4, bf16, f16, f32, "),
         (True, ["--torch", "f32,zork"], "--torch has 'zork', which is not one of f32, bf16, nf4."),
         (True, ["--torch-device", "cuda"], "--torch-device cuda is not possible: PyTorch finds no such device."),
         (True, ["--json", "/nowhere/x.json"], "The directory /nowhere of --json does not exist"),

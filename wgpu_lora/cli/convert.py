@@ -77,7 +77,7 @@ def merge(
     if is_gguf(directory):
         line(
             "note",
-            "the quantised weights of the GGUF file are decoded; quantising the merged model rounds them a second time: "
+            "the weights of the GGUF file are decoded; quantising the merged model rounds them a second time: "
             "'wgpu-lora export gguf --lora' writes the adapter for the file as it is",
         )
     for text, loss in chain(before, losses):
