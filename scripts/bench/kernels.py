@@ -1,6 +1,6 @@
 """Kernels beside others that do the same, by turns in one process: `python -m scripts.bench.kernels codes --help`.
 
-codes: products with low-bit codes beside those with NF4.
+codes: products with low-bit codes, or in types of GGUF files, beside those with NF4.
 delta: the gated delta rule beside full attention, forward and backward; with --sequences, a token of each of so many
     sequences by the kernels of prompts and by those of tokens, with norms and convolutions.
 kmeans: lookup tables fitted on the device beside scikit-learn's k-means, which is not among the dependencies.
@@ -49,13 +49,15 @@ from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.session import batch
 from wgpu_lora.weights.base import Loading, Shared
 from wgpu_lora.weights.base_formats import base_format
+from wgpu_lora.weights.gguf.gguf_formats import FORMATS
+from wgpu_lora.weights.gguf.gguf_products import gguf_matmul, gguf_matmul_backward
 from wgpu_lora.weights.lowbit.lowbit_layout import Scheme, scheme_of
 from wgpu_lora.weights.lowbit.lowbit_products import codes_matmul, codes_matmul_backward
 from wgpu_lora.weights.nf4.nf4_products import nf4_matmul, nf4_matmul_backward
 
 Op = Callable[[Recorder, dict[str, Tensor]], Tensor]
 TOKENS = 60  # a round
-OPTIONAL = ("bias", "a_scale", "h", "factor", "ranges")  # bindings of a product
+OPTIONAL = ("bias", "row_scale", "count", "a_scale", "h", "factor", "ranges")  # bindings of a product
 
 
 def by_turns(work: dict[str, Callable[[], object]], rounds: int) -> dict[str, np.ndarray]:
@@ -74,20 +76,24 @@ def by_turns(work: dict[str, Callable[[], object]], rounds: int) -> dict[str, np
 def codes(args: argparse.Namespace) -> None:
     device, names = Device(), ["nf4", *args.schemes.split(",")]
     products = {
-        "forward": (nf4_matmul, codes_matmul),
-        "input gradient": (nf4_matmul_backward, codes_matmul_backward),
+        "forward": (nf4_matmul, codes_matmul, gguf_matmul),
+        "input gradient": (nf4_matmul_backward, codes_matmul_backward, gguf_matmul_backward),
     }
 
     def run(single: SingleKernel) -> None:
         single.run()
         device.wait()
 
-    for form, (nf4_kernel, codes_kernel) in products.items():
+    for form, (nf4_kernel, codes_kernel, gguf_kernel) in products.items():
         kernels: dict[str, SingleKernel] = {}
         for name in names:
-            scheme = None if name == "nf4" else scheme_of(name, "")
-            kernel = codes_kernel if scheme else nf4_kernel
-            kernels[name] = product(device, kernel, args.rows, args.size, scheme, args.compute_dtype)
+            kernel, constants = nf4_kernel, {}
+            if name in FORMATS:
+                kernel, constants = gguf_kernel, {"b_type": name}
+            elif name != "nf4":
+                scheme = scheme_of(name, "")
+                kernel, constants = codes_kernel, {"bits": scheme.bits, "group": scheme.group}
+            kernels[name] = product(device, kernel, args.rows, args.size, constants, args.compute_dtype)
         times = by_turns({name: partial(run, single) for name, single in kernels.items()}, args.rounds)
         for name in names:
             wall, processor = np.median(times["nf4"] / times[name], axis=0)
@@ -96,10 +102,9 @@ def codes(args: argparse.Namespace) -> None:
             kernels[name].free()
 
 
-def product(device: Device, kernel: Kernel, rows: int, size: int, scheme: Scheme | None, a_type: str) -> SingleKernel:
+def product(device: Device, kernel: Kernel, rows: int, size: int, format: dict[str, Any], a_type: str) -> SingleKernel:
     """The product of `rows` rows with a square matrix, in the default tiling."""
-    shape = {"m": rows, "n": size, "k": size, "a_type": a_type}
-    shape |= {"bits": scheme.bits, "group": scheme.group} if scheme else {}
+    shape = {"m": rows, "n": size, "k": size, "a_type": a_type, **format}
     assert kernel.tuning
     constants = {**kernel.defaults, **shape}
     present = tuple(name for name in kernel.bindings if name not in OPTIONAL)
