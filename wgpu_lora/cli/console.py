@@ -139,7 +139,7 @@ class Bar:
         count = f"{self._done:,.0f}" + (f" of {self._total:,.0f}" if self._total else "") + self._unit
         count = f": {count}" if self._total or self._unit else ""
         remaining = spent * ((self._total or 0) - self._done) / max(self._done, 1e-9)
-        more = f", about {duration(remaining)} left" if self._done and remaining > 0 else ""
+        more = f", about {duration(remaining)} left" if self._done >= 1 and remaining > 0 else ""
         with suppress(OSError):  # the reader is gone
             print(f"{escape_unprintable(self._text)}{count} after {duration(spent)}{more}", file=sys.stderr, flush=True)
 
