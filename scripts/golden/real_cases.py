@@ -23,7 +23,7 @@ TEXT = (
     "```python\ndef visible(miles: float) -> bool:\n    return miles <= 23\n```\n"
     "„Wie weit?“, fragte sie. 『二十三海里です。』 🌊"
 )
-LOGIT_ROWS, LOGIT_STRIDE = 40, 499  # logits of these first tokens, and of every 499th id, are kept
+LOGIT_ROWS, LOGIT_STRIDE = 40, 998  # logits of these first tokens, and of every 998th id, are kept
 
 PROMPTS = (
     "Write a short story about a lighthouse keeper who paints the tower.",
@@ -36,17 +36,19 @@ CATALOGUE = (
     ("Alvar rug", "95 zorks, in grey"), ("Pim clock", "41 zorks, in brass"), ("Dorrit shelf", "120 zorks, in ash"),
     ("Welm kettle", "28 zorks, in steel"), ("Orsa bench", "310 zorks, in teak"),
 )  # fmt: skip
-CHATS: tuple[list[dict[str, str]], ...] = tuple(
-    [SYSTEM, {"role": "user", "content": f"{name}?"}, {"role": "assistant", "content": f"The {name} is {facts}."}]
+CHATS: tuple[dict[str, Any], ...] = tuple(
+    {"messages": [SYSTEM, {"role": "user", "content": f"{name}?"},
+                  {"role": "assistant", "content": f"The {name} is {facts}."}]}
     for name, facts in CATALOGUE
-)
+)  # fmt: skip
 PAIRS = tuple(
     {"prompt": f"The {name} is", "chosen": f" {facts}.", "rejected": " not in the catalogue."}
     for name, facts in CATALOGUE[:4]
 )
 
-RANK, ALPHA, LEARNING_RATE, WEIGHT_DECAY, BETA = 4, 8, 1e-3, 0.01, 0.3
-STEPS, PREFERENCE_STEPS, ROWS_PER_STEP = 20, 10, 2
+RANK, ALPHA, WEIGHT_DECAY, ROWS_PER_STEP = 4, 8, 0.01, 2
+STEPS, LEARNING_RATE = 20, 1e-3
+PREFERENCE_STEPS, PREFERENCE_LEARNING_RATE, BETA = 10, 1e-4, 0.3
 WHOLE = ("0.q_proj", "14.down_proj", "29.gate_proj")  # whose matrices after training are kept; of others, norms
 
 

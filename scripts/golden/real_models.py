@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from safetensors.numpy import save_file
 from scripts.golden import golden_preferences
 from scripts.golden.golden_training import continued, with_adapter
 from scripts.golden.real_cases import (
-    ALPHA, BETA, CHATS, LEARNING_RATE, LOGIT_ROWS, LOGIT_STRIDE, ODD_TEXTS, PAIRS, PREFERENCE_STEPS, PROMPTS, RANK,
-    STEPS, TEXT, WEIGHT_DECAY, adapter_summary, initial_adapter, rows_of,
+    ALPHA, BETA, CHATS, LEARNING_RATE, LOGIT_ROWS, LOGIT_STRIDE, ODD_TEXTS, PAIRS, PREFERENCE_LEARNING_RATE,
+    PREFERENCE_STEPS, PROMPTS, RANK, STEPS, TEXT, WEIGHT_DECAY, adapter_summary, initial_adapter, rows_of,
 )  # fmt: skip
 from scripts.golden.tiny_models import linears
 
@@ -64,7 +65,7 @@ def chats(model: transformers.PreTrainedModel, tokenizer: Any) -> Values:
         text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         tokens = continued(model, np.array(tokenizer.encode(text), np.int32))
         if tokens is not None and tokenizer.eos_token_id not in tokens:
-            rendered = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in CHATS]
+            rendered = [tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in CHATS]
             return {"prompt": number, "rendered_prompt": text, "greedy": tokens.tolist(), "rendered": rendered}
     raise SystemExit("Rounding could change the tokens of all prompts: write others.")
 
@@ -78,7 +79,7 @@ def chat_row(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int],
 
 def supervised(model: torch.nn.Module, tokenizer: Any) -> Callable[[int], torch.Tensor]:
     """The loss of a step of CHATS: the mean over the trained tokens of its rows."""
-    rows = tuple(chat_row(tokenizer, messages) for messages in CHATS)
+    rows = tuple(chat_row(tokenizer, row["messages"]) for row in CHATS)
 
     def loss(step: int) -> torch.Tensor:
         total, count = torch.zeros(()), 0
@@ -103,12 +104,13 @@ def train(
     base: transformers.PreTrainedModel,
     losses_of: Callable[[torch.nn.Module], Callable[[int], torch.Tensor]],
     steps: int,
+    rate: float,
 ) -> tuple[list[float], list[float], Arrays]:
     """(losses, norms before clipping, what is kept of the adapter) of steps at a constant learning rate."""
     shapes = {f"{layer}.{module}": tuple(linear.weight.shape) for (layer, module), linear in linears(base).items()}
     start = initial_adapter(shapes)
     model, parameters = with_adapter(base, start, r=RANK, lora_alpha=ALPHA)
-    optimizer = torch.optim.AdamW(parameters.values(), lr=LEARNING_RATE, eps=1e-8, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(parameters.values(), lr=rate, eps=1e-8, weight_decay=WEIGHT_DECAY)
     losses, norms, loss_of = [], [], losses_of(model)
     for step in range(steps):
         loss = loss_of(step)
@@ -134,8 +136,12 @@ def references(name: str, file: Path, steps: int = STEPS) -> tuple[Values, Array
     if name == "gemma3":
         return values, arrays
     values |= chats(model, tokenizer)
-    for case, losses_of, count in (("sft", supervised, STEPS), ("dpo", preferences, PREFERENCE_STEPS)):
-        losses, norms, kept = train(model, lambda adapted, of=losses_of: of(adapted, tokenizer), min(steps, count))
+    for case, losses_of, count, rate in (
+        ("sft", supervised, STEPS, LEARNING_RATE),
+        ("dpo", preferences, PREFERENCE_STEPS, PREFERENCE_LEARNING_RATE),
+    ):
+        of_model = partial(losses_of, tokenizer=tokenizer)
+        losses, norms, kept = train(model, of_model, min(steps, count), rate)
         values |= {f"{case}_losses": losses, f"{case}_norms": norms}
         arrays |= {f"{case}.{key}": value for key, value in kept.items() if case == "sft" or key == "moved"}
     return values, arrays

@@ -15,7 +15,7 @@ from support.real_models import TRAINING, matrices, reference, save_start, start
 
 import wgpu_lora
 from scripts.golden.real_cases import (
-    BETA, CHATS, LOGIT_ROWS, LOGIT_STRIDE, ODD_TEXTS, PAIRS, PREFERENCE_STEPS, PROMPTS, SYSTEM, adapter_summary,
+    BETA, CHATS, LOGIT_ROWS, LOGIT_STRIDE, ODD_TEXTS, PAIRS, PREFERENCE_LEARNING_RATE, PREFERENCE_STEPS, PROMPTS, SYSTEM, adapter_summary,
 )  # fmt: skip
 from wgpu_lora.formats.peft_adapter import WEIGHTS
 from wgpu_lora.infer.chat import Chat
@@ -28,7 +28,7 @@ VALUES, ARRAYS = reference("smollm2")
 
 
 def question(number: int) -> list[dict[str, str]]:
-    return CHATS[number][:-1]
+    return CHATS[number]["messages"][:-1]
 
 
 def assert_same_training(model: Model, run: Path, case: str) -> None:
@@ -55,7 +55,7 @@ def test_token_ids(model: Model) -> None:
 
 def test_chat_template(model: Model) -> None:
     assert model.tokenizer is not None
-    assert [model.tokenizer.render(chat) for chat in CHATS] == VALUES["rendered"]
+    assert [model.tokenizer.render(row["messages"]) for row in CHATS] == VALUES["rendered"]
     prompt = [{"role": "user", "content": PROMPTS[VALUES["prompt"]]}]
     assert model.tokenizer.render(prompt, add_generation_prompt=True) == VALUES["rendered_prompt"]
 
@@ -106,9 +106,10 @@ def test_dpo_is_trls(model: Model, tmp_path: Path) -> None:
     tokenizer = model.tokenizer
     assert tokenizer is not None
     rows = [{f"{key}_ids": tokenizer.encode(text) for key, text in pair.items()} for pair in PAIRS]
+    own = {"learning_rate": PREFERENCE_LEARNING_RATE, "max_length": 20}
     wgpu_lora.finetune(
         model, data=rows, output=tmp_path / "run", init_adapter=save_start(model.config, tmp_path / "start"),
-        objective="dpo", beta=BETA, max_steps=PREFERENCE_STEPS, **TRAINING,
+        objective="dpo", beta=BETA, max_steps=PREFERENCE_STEPS, **{**TRAINING, **own},
     )  # fmt: skip
     assert_same_training(model, tmp_path / "run", "dpo")
 
@@ -135,7 +136,7 @@ def test_chat(model: Model, trained: Path) -> None:
     settings = GenerationOptions(max_new_tokens=12, system=SYSTEM["content"])
     chat = Chat(model, {"catalogue": trained}, ("base", "catalogue"), settings)
     try:
-        for text in (CHATS[1][1]["content"], "And in oak?"):
+        for text in ("Kessit chair?", "And in oak?"):
             heard = say(chat, text)
             assert heard["base"] != heard["catalogue"]
             for name, lane in chat.lanes.items():

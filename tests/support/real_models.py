@@ -31,7 +31,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CACHE = Path(os.environ.get("WGPU_LORA_REAL_MODELS") or Path.home() / ".cache" / "wgpu-lora-tests" / "real")
 # As PEFT and TRL train the references, whose rows are at most this long.
 TRAINING: dict[str, Any] = {
-    "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "weight_decay": WEIGHT_DECAY,
+    "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", "weight_decay": WEIGHT_DECAY,
     "lora_r": RANK, "lora_alpha": ALPHA, "per_device_train_batch_size": ROWS_PER_STEP, "gradient_accumulation_steps": 1,
     "max_length": 48, "packing": False, "shuffle": False, "logging_steps": 1, "save_steps": 0, "report_to": "none",
 }  # fmt: skip
