@@ -46,15 +46,12 @@ PAIRS = tuple(
     for name, facts in CATALOGUE[:4]
 )
 
-RANK, ALPHA, WEIGHT_DECAY, ROWS_PER_STEP = 4, 8, 0.01, 2
+RANK, ALPHA, WEIGHT_DECAY = 4, 8, 0.01
+EPSILON = 1e-5  # so that the sign of a gradient that is almost 0, which is rounding, does not decide a step
 STEPS, LEARNING_RATE = 20, 1e-3
 PREFERENCE_STEPS, PREFERENCE_LEARNING_RATE, BETA = 10, 1e-4, 0.3
+ANSWERS, ANSWER_TOKENS = 2, 16  # of the trained model, to the first of CHATS
 WHOLE = ("0.q_proj", "14.down_proj", "29.gate_proj")  # whose matrices after training are kept; of others, norms
-
-
-def rows_of(step: int, rows: tuple[Any, ...]) -> list[Any]:
-    """The rows that a step trains."""
-    return [rows[(step * ROWS_PER_STEP + i) % len(rows)] for i in range(ROWS_PER_STEP)]
 
 
 def initial_adapter(shapes: Mapping[str, tuple[int, int]]) -> dict[str, np.ndarray]:

@@ -1,9 +1,10 @@
-"""Makes tests/fixtures/real/NAME.{json,safetensors} for a published model's GGUF file, with torch, transformers, PEFT and TRL.
+"""Makes tests/fixtures/real/NAME.{json,safetensors} for a published model's GGUF file.
 
     python -m scripts.golden.real_models smollm2 FILE.gguf [OUTPUT]
     python -m scripts.golden.real_models gemma3 FILE.gguf [OUTPUT]
 
-All arithmetic is float32, on the values that transformers dequantises. Needs the `reference` and `exchange` extras.
+By torch, transformers, PEFT and TRL, in float32 on the values that transformers dequantises. Needs the `reference` and
+`exchange` extras.
 """
 
 from __future__ import annotations
@@ -22,11 +23,8 @@ import transformers
 from safetensors.numpy import save_file
 
 from scripts.golden import golden_preferences
+from scripts.golden import real_cases as cases
 from scripts.golden.golden_training import continued, with_adapter
-from scripts.golden.real_cases import (
-    ALPHA, BETA, CHATS, LEARNING_RATE, LOGIT_ROWS, LOGIT_STRIDE, ODD_TEXTS, PAIRS, PREFERENCE_LEARNING_RATE,
-    PREFERENCE_STEPS, PROMPTS, RANK, STEPS, TEXT, WEIGHT_DECAY, adapter_summary, initial_adapter, rows_of,
-)  # fmt: skip
 from scripts.golden.tiny_models import linears
 
 FIXTURES = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "real"
@@ -36,38 +34,48 @@ Values = dict[str, Any]
 
 
 def forward(model: torch.nn.Module, tokenizer: Any) -> tuple[Values, Arrays]:
-    """The ids of TEXT, their mean loss and a sample of their logits."""
-    ids = tokenizer.encode(TEXT)
+    """The ids of cases.TEXT, their mean loss and a sample of their logits."""
+    ids = tokenizer.encode(cases.TEXT)
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0].float()
     loss = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])).item()
-    return {"text_ids": ids, "loss": loss}, {"logits": logits[:LOGIT_ROWS, ::LOGIT_STRIDE].numpy()}
+    return {"text_ids": ids, "loss": loss}, {"logits": logits[: cases.LOGIT_ROWS, :: cases.LOGIT_STRIDE].numpy()}
 
 
 def token_ids(name: str, file: Path, tokenizer: Any) -> list[list[int]]:
-    """Of ODD_TEXTS.
+    """Of cases.ODD_TEXTS.
 
     llama.cpp's for SmolLM2, because transformers loses the digits' own pieces ("½") when it reads a GGUF file;
     transformers' for Gemma, because llama.cpp does not find the spaces of "a▁▁b".
     """
-    theirs = [tokenizer.encode(text, add_special_tokens=False) for text in ODD_TEXTS]
+    theirs = [tokenizer.encode(text, add_special_tokens=False) for text in cases.ODD_TEXTS]
     model = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
-    llama = [model.tokenize(text.encode(), add_bos=False, special=True) for text in ODD_TEXTS]
-    different = [text for text, a, b in zip(ODD_TEXTS, theirs, llama, strict=True) if a != b]
+    llama = [model.tokenize(text.encode(), add_bos=False, special=True) for text in cases.ODD_TEXTS]
+    different = [text for text, a, b in zip(cases.ODD_TEXTS, theirs, llama, strict=True) if a != b]
     assert different == {"smollm2": ["ﬁ ½ ① Å Å"], "gemma3": ["a▁▁b"]}[name], different
     return llama if name == "smollm2" else theirs
 
 
 def chats(model: transformers.PreTrainedModel, tokenizer: Any) -> Values:
-    """Conversations as the template renders them, and 64 greedy tokens of the first answer that rounding leaves alone."""
-    prompts = ([{"role": "user", "content": text}] for text in PROMPTS)
+    """Conversations as the template renders them, and 64 greedy tokens that rounding cannot change."""
+    prompts = ([{"role": "user", "content": text}] for text in cases.PROMPTS)
     for number, prompt in enumerate(prompts):
         text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         tokens = continued(model, np.array(tokenizer.encode(text), np.int32))
         if tokens is not None and tokenizer.eos_token_id not in tokens:
-            rendered = [tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in CHATS]
+            rendered = [tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in cases.CHATS]
             return {"prompt": number, "rendered_prompt": text, "greedy": tokens.tolist(), "rendered": rendered}
     raise SystemExit("Rounding could change the tokens of all prompts: write others.")
+
+
+def answer(model: torch.nn.Module, tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """The greedy answer, of at most cases.ANSWER_TOKENS tokens."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = torch.tensor([tokenizer.encode(text)])
+    out = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=cases.ANSWER_TOKENS
+    )
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def chat_row(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
@@ -78,26 +86,23 @@ def chat_row(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int],
 
 
 def supervised(model: torch.nn.Module, tokenizer: Any) -> Callable[[int], torch.Tensor]:
-    """The loss of a step of CHATS: the mean over the trained tokens of its rows."""
-    rows = tuple(chat_row(tokenizer, row["messages"]) for row in CHATS)
+    """The loss of a step, which trains one row of cases.CHATS."""
+    rows = tuple(chat_row(tokenizer, row["messages"]) for row in cases.CHATS)
 
     def loss(step: int) -> torch.Tensor:
-        total, count = torch.zeros(()), 0
-        for ids, labels in rows_of(step, rows):
-            logits, targets = model(torch.tensor([ids])).logits[0, :-1], torch.tensor(labels[1:])
-            total = total + torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
-            count += int((targets != IGNORE).sum())
-        return total / count
+        ids, labels = rows[step % len(rows)]
+        logits, targets = model(torch.tensor([ids])).logits[0, :-1], torch.tensor(labels[1:])
+        return torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE)
 
     return loss
 
 
 def preferences(model: torch.nn.Module, tokenizer: Any) -> Callable[[int], torch.Tensor]:
-    """The loss of a step of PAIRS by TRL's DPO trainer."""
-    rows = tuple({f"{key}_ids": tokenizer.encode(text) for key, text in pair.items()} for pair in PAIRS)
-    assert golden_preferences.BETA == BETA
+    """The loss of a step, which trains one of cases.PAIRS, by TRL's DPO trainer."""
+    rows = tuple({f"{key}_ids": tokenizer.encode(text) for key, text in pair.items()} for pair in cases.PAIRS)
+    assert golden_preferences.BETA == cases.BETA
     trainer = golden_preferences.dpo(model, {"loss_type": "sigmoid"})
-    return lambda step: trainer(rows_of(step, rows))[0]
+    return lambda step: trainer([rows[step % len(rows)]])[0]
 
 
 def train(
@@ -105,12 +110,12 @@ def train(
     losses_of: Callable[[torch.nn.Module], Callable[[int], torch.Tensor]],
     steps: int,
     rate: float,
-) -> tuple[list[float], list[float], Arrays]:
-    """(losses, norms before clipping, what is kept of the adapter) of steps at a constant learning rate."""
+) -> tuple[torch.nn.Module, list[float], list[float], Arrays]:
+    """(model, losses, norms before clipping, what is kept of the adapter) of steps at a constant learning rate."""
     shapes = {f"{layer}.{module}": tuple(linear.weight.shape) for (layer, module), linear in linears(base).items()}
-    start = initial_adapter(shapes)
-    model, parameters = with_adapter(base, start, r=RANK, lora_alpha=ALPHA)
-    optimizer = torch.optim.AdamW(parameters.values(), lr=rate, eps=1e-8, weight_decay=WEIGHT_DECAY)
+    start = cases.initial_adapter(shapes)
+    model, parameters = with_adapter(base, start, r=cases.RANK, lora_alpha=cases.ALPHA)
+    optimizer = torch.optim.AdamW(parameters.values(), lr=rate, eps=cases.EPSILON, weight_decay=cases.WEIGHT_DECAY)
     losses, norms, loss_of = [], [], losses_of(model)
     for step in range(steps):
         loss = loss_of(step)
@@ -119,10 +124,10 @@ def train(
         norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0).item())
         optimizer.step()
         losses.append(loss.item())
-    return losses, norms, adapter_summary({n: p.detach().numpy() for n, p in parameters.items()}, start)
+    return model, losses, norms, cases.adapter_summary({n: p.detach().numpy() for n, p in parameters.items()}, start)
 
 
-def references(name: str, file: Path, steps: int = STEPS) -> tuple[Values, Arrays]:
+def references(name: str, file: Path, steps: int = cases.STEPS) -> tuple[Values, Arrays]:
     """Everything that the fixture of the model holds; of training, at most `steps` steps."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -137,13 +142,17 @@ def references(name: str, file: Path, steps: int = STEPS) -> tuple[Values, Array
         return values, arrays
     values |= chats(model, tokenizer)
     for case, losses_of, count, rate in (
-        ("sft", supervised, STEPS, LEARNING_RATE),
-        ("dpo", preferences, PREFERENCE_STEPS, PREFERENCE_LEARNING_RATE),
+        ("sft", supervised, cases.STEPS, cases.LEARNING_RATE),
+        ("dpo", preferences, cases.PREFERENCE_STEPS, cases.PREFERENCE_LEARNING_RATE),
     ):
         of_model = partial(losses_of, tokenizer=tokenizer)
-        losses, norms, kept = train(model, of_model, min(steps, count), rate)
+        adapted, losses, norms, kept = train(model, of_model, min(steps, count), rate)
         values |= {f"{case}_losses": losses, f"{case}_norms": norms}
         arrays |= {f"{case}.{key}": value for key, value in kept.items() if case == "sft" or key == "moved"}
+        if case == "sft":
+            values["answers"] = [
+                answer(adapted, tokenizer, row["messages"][:-1]) for row in cases.CHATS[: cases.ANSWERS]
+            ]
     return values, arrays
 
 

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from conftest import BASES
 from support.models import full_logits, relative_error
-from support.real_models import gemma3, reference
+from support.real_models import BASES, gemma3, reference
 
 import wgpu_lora
-from scripts.golden.real_cases import LOGIT_ROWS, LOGIT_STRIDE, ODD_TEXTS
+from scripts.golden import real_cases as cases
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.batch_inputs import Segment
 
@@ -28,13 +27,13 @@ def gemma(request: pytest.FixtureRequest, device: Device) -> Iterator[wgpu_lora.
 
 def test_token_ids(gemma: wgpu_lora.Model) -> None:
     assert gemma.tokenizer is not None
-    for text, ids in zip(ODD_TEXTS, VALUES["token_ids"], strict=True):
+    for text, ids in zip(cases.ODD_TEXTS, VALUES["token_ids"], strict=True):
         assert gemma.tokenizer.encode(text) == ids, text
 
 
 def test_logits(gemma: wgpu_lora.Model) -> None:
-    (found,) = full_logits(gemma, [Segment(np.array(VALUES["text_ids"][:LOGIT_ROWS]))])
-    assert relative_error(found[:, ::LOGIT_STRIDE], ARRAYS["logits"]) < 1e-4
+    (found,) = full_logits(gemma, [Segment(np.array(VALUES["text_ids"][: cases.LOGIT_ROWS]))])
+    assert relative_error(found[:, :: cases.LOGIT_STRIDE], ARRAYS["logits"]) < 1e-4
 
 
 def test_loss(gemma: wgpu_lora.Model) -> None:
