@@ -58,5 +58,5 @@ def decoded(model: LoadedModel, base_dtype: str) -> LoadedModel:
     """A model whose linear layers are stored in a base format, to be quantised in another one while it is loaded."""
     assert isinstance(model.checkpoint, PackedCheckpoint)
     config, source = replace(model.config, packed=None), DecodedCheckpoint(model.checkpoint)
-    decoder = Decoder.declare(config, base_dtype, table_dtype(source, config), model.device.max_binding)
+    decoder = Decoder.declare(config, base_dtype, table_dtype(source, config, base_dtype), model.device.max_binding)
     return replace(model, config=config, checkpoint=source, decoder=decoder, weights_loaded=False)

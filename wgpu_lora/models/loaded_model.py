@@ -100,7 +100,7 @@ class LoadedModel:
     def declared(self, layers: int | None = None) -> LoadedModel:
         """The same model, or its first `layers` layers, with nothing on the device. UserError where it has fewer."""
         config = cut(self.config, layers)
-        table = table_dtype(self.checkpoint, config)
+        table = table_dtype(self.checkpoint, config, self.decoder.base_dtype)
         decoder = Decoder.declare(config, self.decoder.base_dtype, table, self.device.max_binding)
         return replace(self, config=config, decoder=decoder, weights_loaded=False)
 
@@ -139,12 +139,16 @@ def open_model(model: str, device: Device | str | int | None = None, base_dtype:
         )
     opened = device if isinstance(device, Device) else Device(device)
     stored = checkpoint if config.packed else None
-    decoder = Decoder.declare(config, base_dtype, table_dtype(checkpoint, config), opened.max_binding, stored)
+    table = table_dtype(checkpoint, config, base_dtype)
+    decoder = Decoder.declare(config, base_dtype, table, opened.max_binding, stored)
     return LoadedModel(model, path, config, checkpoint, files.tokenizer, opened, decoder)
 
 
-def table_dtype(checkpoint: WeightSource, config: ModelConfig) -> str:
-    """The dtype that the embedding is stored in, in the file and on the device."""
+def table_dtype(checkpoint: WeightSource, config: ModelConfig, base_dtype: str) -> str:
+    """The dtype of the embedding on the device: that in which it is stored, and f32 for a GGUF file in an f32 base,
+    because F16 would round quantised values."""
+    if base_dtype == "f32" and isinstance(checkpoint, GGUFCheckpoint):
+        return "f32"
     return DTYPES[checkpoint.dtype(config.EMBEDDING)]
 
 

@@ -380,7 +380,7 @@ def with_base_dtype(model: LoadedModel, base_dtype: str) -> LoadedModel:
     decoder = model.decoder
     if decoder.base_dtype == base_dtype or model.config.packed:
         return model
-    table = table_dtype(model.checkpoint, model.config)
+    table = table_dtype(model.checkpoint, model.config, base_dtype)
     other = Decoder.declare(model.config, base_dtype, table, model.device.max_binding)
     return replace(model, decoder=other, weights_loaded=False)
 
