@@ -1,4 +1,4 @@
-"""An adapter of SmolLM2 in PEFT and in llama.cpp, over the very file that it was trained on."""
+"""An adapter of SmolLM2 in PEFT and in llama.cpp, over the very file that it was trained on; and its references."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from llama_cpp_helpers import loss, opened
-from support.real_models import BASES, smollm2, trained_adapter
+from support.real_models import BASES, reference, smollm2, trained_adapter
 
 import wgpu_lora
 from scripts.golden import real_cases as cases
@@ -69,3 +69,17 @@ def test_llama_cpp_loads_it(
     theirs.close()
     print(found, losses)
     assert found == pytest.approx(losses, rel=0.01)
+
+
+def test_the_references_are_what_torch_says() -> None:
+    """Two steps of each training, which take a minute."""
+    from scripts.golden.real_models import references
+
+    (values, arrays), (stored, kept) = references("smollm2", smollm2(), steps=2), reference("smollm2")
+    assert values.keys() == stored.keys()
+    for name, value in values.items():
+        if name.endswith(("_losses", "_norms")):
+            assert value == pytest.approx(stored[name][:2], rel=1e-4), name
+        elif name != "answers":  # of the model after all steps
+            assert value == (pytest.approx(stored[name], rel=1e-5) if name == "loss" else stored[name]), name
+    np.testing.assert_allclose(arrays["logits"], kept["logits"], atol=1e-5 * np.abs(kept["logits"]).max())
