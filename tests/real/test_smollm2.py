@@ -113,7 +113,7 @@ def test_adapters_together_are_as_alone(model: Model, tmp_path: Path) -> None:
     """Of different ranks and modules, in shared batches. Within 1e-4 of the change, by Frobenius norm."""
     own: dict[str, dict[str, Any]] = {"a": {}, "b": {"rank": 2, "target_modules": "q_proj,v_proj"}}
     tasks = [{"data": cases.CHATS[i:], "checkpoint": tmp_path / name, **own[name]} for i, name in enumerate(own)]
-    steps = {**TRAINING, "max_steps": 2}
+    steps = {**TRAINING, "max_steps": 2, "adam_epsilon": 1e-3}  # which rounding moves less
     wgpu_lora.MultiAdapterPipeline(tasks, model, output=tmp_path / "pipeline", **steps).train()
     for i, (name, values) in enumerate(own.items()):
         alone = tmp_path / "alone" / name
