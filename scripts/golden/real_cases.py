@@ -48,7 +48,7 @@ PAIRS = tuple(
 
 RANK, ALPHA, WEIGHT_DECAY = 4, 8, 0.01
 EPSILON = 1e-5  # so that the sign of a gradient that is almost 0, which is rounding, does not decide a step
-STEPS, LEARNING_RATE = 20, 5e-4
+STEPS, LEARNING_RATE = 20, 2e-4
 PREFERENCE_STEPS, PREFERENCE_LEARNING_RATE, BETA = 10, 1e-4, 0.3
 ANSWERS, ANSWER_TOKENS = 2, 16  # of the trained model, to the first of CHATS
 WHOLE = ("0.q_proj", "14.down_proj", "29.gate_proj")  # whose matrices after training are kept; of others, norms

@@ -39,7 +39,9 @@ def forward(model: torch.nn.Module, tokenizer: Any) -> tuple[Values, Arrays]:
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0].float()
     loss = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])).item()
-    return {"text_ids": ids, "loss": loss}, {"logits": logits[: cases.LOGIT_ROWS, :: cases.LOGIT_STRIDE].contiguous().numpy()}
+    return {"text_ids": ids, "loss": loss}, {
+        "logits": logits[: cases.LOGIT_ROWS, :: cases.LOGIT_STRIDE].contiguous().numpy()
+    }
 
 
 def token_ids(name: str, file: Path, tokenizer: Any) -> list[list[int]]:

@@ -43,7 +43,7 @@ def losses(model: wgpu_lora.Model, trained: Path, rows: list[list[int]]) -> list
     data = [[{"input_ids": ids}] for ids in rows]
     found = [wgpu_lora.evaluate(model, one, adapter=trained).loss for one in data]
     base = [wgpu_lora.evaluate(model, one).loss for one in data]
-    assert all(mine < 0.8 * plain for mine, plain in zip(found, base, strict=True)), (found, base)
+    assert all(mine < 0.9 * plain for mine, plain in zip(found, base, strict=True)), (found, base)
     return found
 
 

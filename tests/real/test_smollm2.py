@@ -78,7 +78,7 @@ def test_answers_and_losses_after_training(model: Model, trained: Path) -> None:
     data = cases.CHATS[:1]
     before, after = (wgpu_lora.evaluate(model, data, adapter=adapter) for adapter in (None, trained))
     assert before.loss == pytest.approx(VALUES["sft_losses"][0], rel=1e-4)
-    assert after.loss < 0.5 * before.loss
+    assert after.loss < 0.8 * before.loss
     prompts = [row["messages"][:-1] for row in cases.CHATS[: cases.ANSWERS]]
     found = wgpu_lora.generate(model, prompts, adapter=trained, max_new_tokens=cases.ANSWER_TOKENS)
     assert found == VALUES["answers"]
