@@ -131,8 +131,8 @@ def test_chat(model: Model, trained: Path) -> None:
     settings = GenerationOptions(max_new_tokens=cases.ANSWER_TOKENS, system=cases.SYSTEM["content"])
     chat = Chat(model, {"catalogue": trained}, ("base", "catalogue"), settings)
     try:
-        heard = say(chat, cases.CHATS[0]["messages"][1]["content"])
-        assert heard["catalogue"] == VALUES["answers"][0] != heard["base"]
+        heard = say(chat, cases.CHATS[1]["messages"][1]["content"])
+        assert heard["catalogue"] == VALUES["answers"][1] != heard["base"]
         heard = say(chat, "And the rug?")
         for name, adapter in (("base", None), ("catalogue", trained)):
             asked = [cases.SYSTEM, *chat.lanes[name].messages[:-1]]
