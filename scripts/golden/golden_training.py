@@ -251,12 +251,12 @@ def generation(models: Path, golden: Path) -> Arrays:
     for architecture in CONFIGS:
         model, stored = load(models / architecture), load_file(golden / f"{architecture}.safetensors")
         prompts = (ids[:length] for ids in stored["data_ids"] for length in (2, 3, 4, 5))
-        prompt, tokens = next((prompt, found) for prompt in prompts if (found := _continued(model, prompt)) is not None)
+        prompt, tokens = next((prompt, found) for prompt in prompts if (found := continued(model, prompt)) is not None)
         out |= {f"{architecture}.prompt": prompt, f"{architecture}.tokens": tokens}
     return out
 
 
-def _continued(model: PreTrainedModel, prompt: np.ndarray) -> np.ndarray | None:
+def continued(model: PreTrainedModel, prompt: np.ndarray) -> np.ndarray | None:
     """The tokens; None if rounding might change one, or if they only repeat a few."""
     ids = torch.from_numpy(prompt[None]).long()
     said = model.generate(

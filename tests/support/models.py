@@ -107,15 +107,17 @@ def full_logits(
     inputs = StepInputs.declare(config.row_inputs(), ROWS, slots, tables)
     program = Program(device)
     hidden = model.decoder.hidden(Recorder(program), inputs, adapters.bind(inputs) if adapters else {})
-    logits = persistent((ROWS, config.vocab_size), "f32", "workspace", "logits")
-    ((_, part),) = head.chunks()
-    head_logits(program.dispatch, hidden, head, part, logits)
+    chunks = dict(head.chunks())
+    stops = [*chunks, config.vocab_size][1:]
+    logits = [persistent((ROWS, stop - i), "f32", "workspace", "logits") for i, stop in zip(chunks, stops, strict=True)]
+    for part, tensor in zip(chunks.values(), logits, strict=True):
+        head_logits(program.dispatch, hidden, head, part, tensor)
     with allocated(device, program, inputs.storages()) as arena:
         program.build(arena)
         tables.upload(device)
         inputs.upload(device, segments)
         program.run()
-        found = device.read(logits.storage.buffer).view(np.float32).reshape(logits.shape)
+        found = np.hstack([device.read(t.storage.buffer).view(np.float32).reshape(t.shape) for t in logits])
     stops = np.cumsum([len(segment.input_ids) for segment in segments])
     return [found[stop - len(segment.input_ids) : stop] for stop, segment in zip(stops, segments, strict=True)]
 

@@ -155,11 +155,15 @@ def open_model(model: str, device: Device | str | int | None = None, base_dtype:
 def declare_decoder(config: ModelConfig, checkpoint: WeightSource, base_dtype: str, device: Device) -> Decoder:
     """Declares the tensors of a checkpoint's model in a base format."""
     stored = checkpoint if base_dtype in (config.packed, GGUF) else None
-    return Decoder.declare(config, base_dtype, table_dtype(checkpoint, config), device.max_binding, stored)
+    table = table_dtype(checkpoint, config, base_dtype)
+    return Decoder.declare(config, base_dtype, table, device.max_binding, stored)
 
 
-def table_dtype(checkpoint: WeightSource, config: ModelConfig) -> str:
-    """The dtype of the embedding on the device, if it is dense: that in which it is stored."""
+def table_dtype(checkpoint: WeightSource, config: ModelConfig, base_dtype: str) -> str:
+    """The dtype of the embedding on the device, if it is dense: that in which it is stored. It is f32 for a GGUF file in
+    an f32 base, because F16 would round quantised values."""
+    if base_dtype == "f32" and isinstance(checkpoint, GGUFCheckpoint):
+        return "f32"
     return DTYPES[checkpoint.dtype(config.EMBEDDING)]
 
 
