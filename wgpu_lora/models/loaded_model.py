@@ -160,8 +160,8 @@ def declare_decoder(config: ModelConfig, checkpoint: WeightSource, base_dtype: s
 
 
 def table_dtype(checkpoint: WeightSource, config: ModelConfig, base_dtype: str) -> str:
-    """The dtype of the embedding on the device, if it is dense: that in which it is stored. It is f32 for a GGUF file in
-    an f32 base, because F16 would round quantised values."""
+    """The dtype of the embedding on the device, if it is dense: that in which it is stored, and f32 for a GGUF file in
+    an f32 base, since F16 rounds quantised values."""
     if base_dtype == "f32" and isinstance(checkpoint, GGUFCheckpoint):
         return "f32"
     return DTYPES[checkpoint.dtype(config.EMBEDDING)]
