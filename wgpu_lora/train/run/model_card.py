@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.formats.hub import hub_id
-from wgpu_lora.formats.smollm2 import GGUF as SMOLLM2
 from wgpu_lora.formats.model_cards import header, table
 from wgpu_lora.formats.peft_adapter import WEIGHTS
+from wgpu_lora.formats.smollm2 import GGUF as SMOLLM2
 from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.tokenizer.examples import Alpaca
 from wgpu_lora.tokenizer.label_mask import alpaca_prompt
@@ -53,7 +53,7 @@ With [llama.cpp](https://github.com/ggml-org/llama.cpp), beside the base:
 
 ```sh
 wgpu-lora export gguf --model {base} --adapter {adapter} --lora --output {adapter}.gguf
-llama-cli -m {place} --lora {adapter}.gguf
+llama-cli -m {file} --lora {adapter}.gguf
 ```
 
 With [transformers](https://github.com/huggingface/transformers), merged into the base:
@@ -132,7 +132,9 @@ def _use(model: str, name: str, record: RunRecord, auto_class: str) -> str:
     place = model if hub_id(model) else f"path/to/{NAMED.get(model, name)}"
     base = model if model in NAMED else place
     text = USE + (GGUF if place.lower().endswith(".gguf") else PEFT)
-    text = text.format(base=shlex.quote(base), place=place, adapter=adapter, auto_class=auto_class)
+    text = text.format(
+        base=shlex.quote(base), file=shlex.quote(place), place=place, adapter=adapter, auto_class=auto_class
+    )
     if record.data.prompt_format == "alpaca":
         text += ALPACA.format(wording=alpaca_prompt(Alpaca("{instruction}", "", "", "")))
     return text
