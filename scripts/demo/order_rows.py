@@ -1,6 +1,6 @@
 """Makes the rows of the demo on a published model: a sentence that orders something, and its fields as JSON.
 
-    .venv/bin/python -m scripts.demo.order_rows       # both JSONL files, into wgpu_lora/demo/orders
+    .venv/bin/python -m scripts.demo.order_rows       # both JSONL files, into wgpu_lora/demo/data
 
 No name, city, item, count or wording of the held-out rows occurs in the training rows.
 """
@@ -17,7 +17,7 @@ from wgpu_lora.assets import ORDERS_HELDOUT, ORDERS_TRAIN
 SEED = 31
 TRAIN_ROWS = 200
 HELDOUT_ROWS = 60
-SYSTEM = "Write the order as JSON with the keys name, city, item and count (a number)."
+SYSTEM = "Reply in JSON with keys name, city, item and count (a number)."
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def order_rows(values: Values, seed: int, number: int) -> list[dict]:
             "count": rng.choice(values.counts),
         }
         sentence = rng.choice(values.wordings.splitlines()).format(**fields)
-        texts = {"system": SYSTEM, "user": sentence, "assistant": json.dumps(fields)}
+        texts = {"system": SYSTEM, "user": sentence, "assistant": json.dumps(fields, separators=(",", ":"))}
         rows.append({"messages": [{"role": role, "content": text} for role, text in texts.items()]})
     return rows
 

@@ -344,7 +344,7 @@ class DistillationOptions:
     teacher: str | None = option(
         None,
         DISTILLATION,
-        "Model that runs beside the student on the same device: a directory, GGUF file, hub id, 'smollm2' or 'demo'. If "
+        "Model that runs beside the student on its device: a directory, GGUF file, hub id, 'smollm2' or 'demo'. If "
         "it is the student's own base, that is not loaded twice.",
     )
     teacher_adapter: str | None = option(None, DISTILLATION, "PEFT adapter directory of the teacher.")
