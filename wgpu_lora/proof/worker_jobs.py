@@ -146,7 +146,11 @@ def answers(
 ) -> list[list[str]]:
     """The texts of all answers by each adapter; None is the model alone."""
     opened = load(model, device=device, base_dtype=base_dtype)
-    options: dict[str, Any] = {"batch": BATCH, "max_new_tokens": Functions.new_tokens, "enable_thinking": enable_thinking}
+    options: dict[str, Any] = {
+        "batch": BATCH,
+        "max_new_tokens": Functions.new_tokens,
+        "enable_thinking": enable_thinking,
+    }
     results = (answer(opened, prompts, adapter=adapter, progress_bar=False, **options) for adapter in adapters)
     return [[one.text for one in result] for result in results]
 
