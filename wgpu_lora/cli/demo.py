@@ -52,7 +52,7 @@ def demo(
     comparison = Comparison.prepare(model, output, device, changes, allow_unconfined)
     job = comparison.job
     line("recipe", str(comparison.recipe))
-    line("answers", comparison.task.check_place)
+    line("answers", comparison.task.check_method)
     describe(job)
     with Bar("answering held-out requests before training", len(comparison.task.rows)) as bar:
         comparison.before = comparison.measure(None, _Shown(bar))

@@ -38,7 +38,7 @@ class Functions:
 
     def __init__(self, allow_unconfined: bool):
         self._allow_unconfined = allow_unconfined
-        self.check_place = f"run under {confinement(allow_unconfined)}"
+        self.check_method = f"run under {confinement(allow_unconfined)}"
         self.options: dict[str, Any] = {}
         self.rows = heldout_rows(DEMO_HELDOUT)
         for number, row in enumerate(self.rows, 1):
@@ -56,7 +56,7 @@ class Orders:
     recipe: ClassVar[str] = "orders"
     new_tokens: ClassVar[int] = 64  # twice the longest answer
     name: ClassVar[str] = "orders as JSON"
-    check_place: ClassVar[str] = "read as JSON and compared, field by field"
+    check_method: ClassVar[str] = "read as JSON and compared, field by field"
 
     def __init__(self) -> None:
         self.options = {"data": str(ORDERS_TRAIN)}
