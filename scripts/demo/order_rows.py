@@ -2,7 +2,8 @@
 
     .venv/bin/python -m scripts.demo.order_rows       # both JSONL files, into wgpu_lora/demo/data
 
-No name, city, item, count or wording of the held-out rows occurs in the training rows.
+No name, item, color, count or wording of the held-out rows occurs in the training rows. Values begin with a word that is
+one token for SmolLM2 after a quotation mark, too: so small a model copies names of several tokens badly.
 """
 
 from __future__ import annotations
@@ -17,46 +18,48 @@ from wgpu_lora.assets import ORDERS_HELDOUT, ORDERS_TRAIN
 SEED = 31
 TRAIN_ROWS = 200
 HELDOUT_ROWS = 60
-SYSTEM = "Reply in JSON with keys name, city, item and count (a number)."
+SYSTEM = "Reply in JSON with keys name, item, color and count (a number)."
 
 
 @dataclass(frozen=True)
 class Values:
     """What the sentences of one file are made of: lists in one text, separated by commas, or lines of wordings."""
 
-    first_names: str
-    surnames: str
-    cities: str
+    names: str
     items: str
+    colors: str
     counts: range
     wordings: str
 
 
 TRAIN = Values(
-    "Anna, Boris, Carla, Daniel, Elena, Frank, Greta, Hugo, Irene, Jonas, Karin, Lukas, Maria, Nils, Olga, Peter",
-    "Bauer, Costa, Duran, Egger, Fischer, Garcia, Hofmann, Ivanov, Jensen, Keller, Lang, Moretti, Novak, Olsen",
-    "Graz, Bern, Oslo, Porto, Lyon, Ghent, Turin, Krakow, Malmo, Leeds, Split, Riga, Basel, Brno, Cork, Bonn",
-    "green tea, desk lamps, oak chairs, garden gloves, copper wire, olive oil, wool socks, paper bags, steel bolts, "
-    "coffee beans, blue pens, glass jars, bath towels, bicycle bells, rice noodles",
+    "Anna, Daniel, Frank, Maria, Peter, James, Robert, Michael, William, Richard, Joseph, Thomas, Charles, Sarah, "
+    "Anne, Samuel, Alexander, Jack, Henry, Christian, Arthur, Louis, Simon, Martin, Max, Jane, Rose, Tom, Ben, "
+    "Tim, Jim, Bob, Paul, George, Edward, Fred, Matt, Andrew, Stephen, Scott, Ray, Elizabeth, Jacob, Kim",
+    "paper bags, wood screws, iron gates, plastic cups, stone tiles, school desks, table lamps, wall clocks, bath "
+    "towels, water bottles, oil cans, phone cases, travel mugs, hand saws, baby shoes, dog leads, bird cages, "
+    "fish tanks, book shelves, key rings, car seats, train sets, light bulbs, rice bowls, music stands, winter "
+    "coats, door bells",
+    "red, blue, white, brown, yellow, gray, orange",
     range(2, 60, 2),
-    """{name} from {city} wants {count} {item}.
-Please send {count} {item} to {name} in {city}.
-{count} {item} for {name}, {city}.
-In {city}, {name} ordered {count} {item}.
-{name} ({city}) buys {item}, {count} in all.
-Ship {item} to {city}: {count} for {name}.""",
+    """{name} wants {count} {color} {item}.
+Please send {count} {color} {item} to {name}.
+{count} {color} {item} for {name}.
+Today {name} ordered {count} {color} {item}.
+{name} buys {item} in {color}, {count} in all.
+Ship {color} {item}: {count} for {name}.""",
 )
 HELDOUT = Values(
-    "Alice, Bruno, Clara, Dario, Emil, Fiona, Gustav, Hanna, Ivo, Julia, Kurt, Lea, Marco, Nora, Oskar, Paula",
-    "Adler, Brandt, Conti, Dubois, Ferrari, Graf, Huber, Jansen, Klein, Lindt, Meyer, Peters, Ricci, Sommer",
-    "Vienna, Zurich, Bergen, Lisbon, Nantes, Bruges, Milan, Warsaw, Dublin, Vilnius, Prague, Hamburg",
-    "black pepper, floor tiles, picture frames, hiking boots, rubber seals, orange juice, silk scarves, "
-    "cotton shirts, brass screws, honey cakes, wall clocks, tin cans",
+    "Alice, John, David, Mary, Emily, Adam, Carl, Victor, Maya, Sam, Dan, Mark, Luke, Chris, Jeff, Alex, Nick, Jean",
+    "glass jars, metal pipes, office chairs, floor mats, window frames, bed sheets, fire doors, gas stoves, "
+    "camera straps, computer screens, summer hats, face masks, cat toys, boat covers, tool boxes, machine parts, "
+    "video games",
+    "green, black, purple, gold",
     range(3, 60, 2),
-    """Send {name} in {city} {count} {item}.
-{city}: {name} needs {count} {item}.
-{name} has ordered {item} ({count}), delivery to {city}.
-Order of {count} {item} by {name} from {city}.""",
+    """Send {name} {count} {color} {item}.
+{name} needs {count} {item} in {color}.
+{name} has ordered {color} {item} ({count}).
+Order of {count} {color} {item} by {name}.""",
 )
 
 
@@ -70,9 +73,9 @@ def order_rows(values: Values, seed: int, number: int) -> list[dict]:
     rows = []
     for _ in range(number):
         fields = {
-            "name": f"{draw(values.first_names)} {draw(values.surnames)}",
-            "city": draw(values.cities),
+            "name": draw(values.names),
             "item": draw(values.items),
+            "color": draw(values.colors),
             "count": rng.choice(values.counts),
         }
         sentence = rng.choice(values.wordings.splitlines()).format(**fields)

@@ -12,7 +12,7 @@ from wgpu_lora.demo.before_and_after import request_of
 from wgpu_lora.demo.tasks import Orders, heldout_rows
 
 TRAIN, HELDOUT = heldout_rows(ORDERS_TRAIN), heldout_rows(ORDERS_HELDOUT)
-ANSWER = '{"name": "Ivo Graf", "city": "Milan", "item": "tin cans", "count": 3}'
+ANSWER = '{"name": "Alex", "item": "tin cans", "color": "gold", "count": 3}'
 ROW = {"messages": [{"role": "assistant", "content": ANSWER}]}
 
 
@@ -53,8 +53,8 @@ def test_form_does_not_count(around: str) -> None:
     ("answer", "reason"),
     [
         (ANSWER.replace("3", '"3"'), 'count is "3", not 3'),
-        (ANSWER.replace("Ivo", "Iva").replace("3", "30"), 'name is "Iva Graf", not "Ivo Graf"; count is 30, not 3'),
-        (ANSWER.replace('"city": "Milan", ', ""), "city is missing"),
+        (ANSWER.replace("Alex", "Al").replace("3", "30"), 'name is "Al", not "Alex"; count is 30, not 3'),
+        (ANSWER.replace('"color": "gold", ', ""), "color is missing"),
         (ANSWER.replace("}", ', "price": 1}'), "price was not asked for"),
         (f"{ANSWER}\n{ANSWER}", "not a JSON object"),
         ("[" * 5000, "not a JSON object"),

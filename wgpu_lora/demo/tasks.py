@@ -54,7 +54,7 @@ class Orders:
     """The fields of a sentence that orders something, as JSON. Nothing of an answer is run."""
 
     recipe: ClassVar[str] = "orders"
-    new_tokens: ClassVar[int] = 64  # twice the longest answer
+    new_tokens: ClassVar[int] = 48  # twice the longest answer
     name: ClassVar[str] = "orders as JSON"
     check_method: ClassVar[str] = "read as JSON and compared, field by field"
 
