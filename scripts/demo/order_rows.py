@@ -2,8 +2,8 @@
 
     .venv/bin/python -m scripts.demo.order_rows       # both JSONL files, into wgpu_lora/demo/data
 
-No name, item, color, count or wording of the held-out rows occurs in the training rows. Values begin with a word that is
-one token for SmolLM2 after a quotation mark, too: so small a model copies names of several tokens badly.
+No name, item, color, count or wording of the held-out rows occurs in the training rows. Values begin with a word that
+is one token for SmolLM2 after a quotation mark, too: so small a model copies names of several tokens badly.
 """
 
 from __future__ import annotations
