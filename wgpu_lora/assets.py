@@ -14,6 +14,8 @@ ROOT = _PACKAGE.parent  # the checkout or site-packages; child processes need it
 DEMO_MODEL = _PACKAGE / "demo" / "model"
 DEMO_TRAIN = _PACKAGE / "demo" / "data" / "train.jsonl"
 DEMO_HELDOUT = _PACKAGE / "demo" / "data" / "heldout.jsonl"
+ORDERS_TRAIN = _PACKAGE / "demo" / "data" / "orders.jsonl"
+ORDERS_HELDOUT = _PACKAGE / "demo" / "data" / "orders-heldout.jsonl"
 
 
 @cache

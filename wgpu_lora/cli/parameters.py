@@ -76,7 +76,7 @@ def shapes(incomplete: str) -> list[str]:
     return [name for name in SHAPES if name.startswith(incomplete)]
 
 
-MODEL = or_files(lambda: ["demo"])
+MODEL = or_files(lambda: ["demo", "smollm2"])
 RECIPES = or_files(lambda: bundled("recipes"))
 # For training options whose values are neither choices nor numbers.
 BY_NAME: dict[str, Completer] = {
@@ -115,7 +115,7 @@ THINKING = "Have the chat template ask for reasoning or, if off, rule it out."
 Model = Annotated[
     str | None,
     typer.Option(
-        help="Model directory, GGUF file, hub id or 'demo'; by default the adapter's base model, or 'demo'.",
+        help="Model directory, GGUF file, hub id, 'smollm2' or 'demo'; by default the adapter's base model, or 'demo'.",
         autocompletion=MODEL,
     ),
 ]

@@ -36,7 +36,7 @@ def teacher_cache(
     model: Annotated[
         str | None,
         typer.Option(
-            help="The teacher: model directory, GGUF file, hub id or 'demo'; by default the adapter's base model.",
+            help="The teacher: model directory, GGUF file, hub id, 'smollm2' or 'demo'; by default the adapter's base.",
             autocompletion=MODEL,
         ),
     ] = None,

@@ -14,7 +14,7 @@ from platformdirs import user_cache_dir
 from wgpu_lora.cluster.messages import SENT
 from wgpu_lora.data.huggingface import is_hub_id
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.hub import hub_id
+from wgpu_lora.formats.hub import NAMES, hub_id
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.paths import is_path
 from wgpu_lora.train.options.training_arguments import PATHS
@@ -68,7 +68,7 @@ _SENT = re.compile(rf"{SENT}([0-9a-f]{{64}})/([^/\0]{{1,255}})")
 
 
 def for_nodes(options: Mapping[str, Any], root: str | None = None) -> dict[str, Any]:
-    """Options with the paths that they have on all machines: absolute, unless they are names of the hub or `demo`.
+    """Options with the paths that they have on all machines: absolute, unless they are names.
 
     Args:
         root: the folder that relative paths of data refer to; None: the working directory, as other paths do.
@@ -80,7 +80,7 @@ def for_nodes(options: Mapping[str, Any], root: str | None = None) -> dict[str, 
 
 
 def _absolute(name: str, text: str, root: str | None) -> str:
-    if text == "demo" or text.startswith(SENT):
+    if text in NAMES or text.startswith(SENT):
         return text
     if root and name in DATA:
         path = PurePosixPath(root, text)
@@ -183,7 +183,7 @@ def options_here(options: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(
                 f"{flag(name)} {value} begins with '~', which each machine has elsewhere: give a whole path."
             )
-        if roots and value != "demo" and not _is_hub_id(name, value) and (refusal := refused_path(value, roots)):
+        if roots and value not in NAMES and not _is_hub_id(name, value) and (refusal := refused_path(value, roots)):
             raise UserError(f"{flag(name)} {value} {refusal}: use a path that this host allows.")
     return local
 

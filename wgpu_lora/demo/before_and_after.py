@@ -1,4 +1,4 @@
-"""The demo: held-out requests answered before and after fine-tuning, and scored by unit checks."""
+"""The demo: held-out requests answered before and after fine-tuning, and checked by code."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.api import answer, load
-from wgpu_lora.assets import DEMO_HELDOUT
 from wgpu_lora.atomic import numbered, write_bytes_atomic
-from wgpu_lora.checks.asserts import parse_check
-from wgpu_lora.checks.code_check import run_check
-from wgpu_lora.checks.sandbox.sandbox_process import Confinement, confinement
-from wgpu_lora.data import read_jsonl
+from wgpu_lora.demo.tasks import CheckedAnswer, Functions, Orders, Task
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
@@ -21,17 +17,7 @@ from wgpu_lora.train.resolve_options import find_recipe, resolve_options
 from wgpu_lora.train.run.records import RunRecord
 
 BATCH = 20  # requests answered together
-NEW_TOKENS = 96  # twice the longest answer
 RESULT = "demo.json"
-
-
-@dataclass(frozen=True)
-class CheckedAnswer:
-    """An answer and the result of its unit check."""
-
-    text: str
-    passed: bool
-    reason: str
 
 
 @dataclass
@@ -72,34 +58,30 @@ class Comparison:
     job: FinetuneJob
     model: LoadedModel
     recipe: Path
-    rows: list[dict[str, Any]]
-    confinement: Confinement
-    allow_unconfined: bool
+    task: Task
     before: CheckedAnswers | None = None
     after: CheckedAnswers | None = None
 
     @classmethod
     def prepare(
-        cls, output: str, device: str | None, changes: dict[str, Any], allow_unconfined: bool = False
+        cls, model: str, output: str, device: str | None, changes: dict[str, Any], allow_unconfined: bool = False
     ) -> Comparison:
         """Load the model and data, and plan the run; `changes` are options that override the recipe.
+
+        Args:
+            model: `demo`, which learns functions, or an argument of `load`, which learns orders.
 
         Raises:
             UserError: for example, if answers cannot be confined here and `allow_unconfined` is not given.
         """
-        confined = confinement(allow_unconfined)
-        options = {**changes, "output": str(numbered(Path(output))), "device": device}
-        args, recipe = resolve_options(options, "demo", "The demo")
-        model = load("demo", device=device, base_dtype=args.base_dtype)
-        rows = []
-        for number, row in read_jsonl(DEMO_HELDOUT):
-            parse_check(row.get("check"), f"{DEMO_HELDOUT}, line {number},")
-            rows.append(row)
-        job = prepare_job(args, model)
-        return cls(job, model, recipe or find_recipe("demo"), rows, confined, allow_unconfined)
+        task = Functions(allow_unconfined) if model == "demo" else Orders()
+        options = {**task.options, **changes, "model": model, "output": str(numbered(Path(output))), "device": device}
+        args, recipe = resolve_options(options, task.recipe, "The demo")
+        loaded = load(model, device=device, base_dtype=args.base_dtype)
+        return cls(prepare_job(args, loaded), loaded, recipe or find_recipe(task.recipe), task)
 
     def requests(self) -> list[str]:
-        return [request_of(row) for row in self.rows]
+        return [request_of(row) for row in self.task.rows]
 
     def measure(self, adapter: Path | None, events: Events = SILENT) -> CheckedAnswers:
         """Answers every held-out request greedily, and checks every answer.
@@ -108,16 +90,16 @@ class Comparison:
             events: hears how many requests are answered and checked, and how many tokens have come.
         """
         checked: list[CheckedAnswer] = []
-        counted = _Counted(events, checked, len(self.rows))
-        for start in range(0, len(self.rows), BATCH):
-            rows = self.rows[start : start + BATCH]
-            requests = [request_of(row) for row in rows]
+        task = self.task
+        counted = _Counted(events, checked, len(task.rows))
+        for start in range(0, len(task.rows), BATCH):
+            rows = task.rows[start : start + BATCH]
+            prompts = [row["messages"][:-1] for row in rows]
             result = answer(
-                self.model, requests, adapter=adapter, max_new_tokens=NEW_TOKENS, batch=BATCH, events=counted
+                self.model, prompts, adapter=adapter, max_new_tokens=task.new_tokens, batch=BATCH, events=counted
             )
             for one, row in zip(result, rows, strict=True):
-                verdict = run_check(one.text, row["check"], allow_unconfined=self.allow_unconfined)
-                checked.append(CheckedAnswer(one.text, verdict.passed, verdict.reason))
+                checked.append(task.check(one.text, row))
                 counted.answering(0, 0, sum(len(one.token_ids) for one in result))
             counted.before += sum(len(one.token_ids) for one in result)
         return CheckedAnswers(checked)
@@ -154,4 +136,4 @@ class Comparison:
 
 
 def request_of(row: dict[str, Any]) -> str:
-    return str(row["messages"][0]["content"])
+    return str(row["messages"][-2]["content"])

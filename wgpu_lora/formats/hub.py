@@ -1,4 +1,4 @@
-"""Finds a model's files: the bundled demo, a path, or a Hugging Face id."""
+"""Finds a model's files: the bundled demo, a path, `smollm2`, or a Hugging Face id."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from pathlib import Path
 
 from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.smollm2 import smollm2
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.paths import check_path
 
 # Only safetensors: other weight formats may run code when they are loaded.
 ALLOW_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.*"]
+NAMES = ("demo", "smollm2")  # of models that are neither a path nor of the hub
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def resolve_model(model: str) -> Path:
-    """The path of a model: 'demo', a directory, a GGUF file, or a hub id such as 'Qwen/Qwen2.5-0.5B'.
+    """The path of a model: 'demo', a directory, a GGUF file, 'smollm2', or a hub id such as 'Qwen/Qwen2.5-0.5B'.
 
-    A hub id is downloaded unless it is cached; with HF_HUB_OFFLINE=1, only the cache is used.
+    `smollm2` and hub ids are downloaded unless they are cached; with HF_HUB_OFFLINE=1, only the cache is used for ids.
 
     Raises:
         UserError: the model is not found, needs permission, or the hub cannot be reached.
@@ -26,7 +28,7 @@ def resolve_model(model: str) -> Path:
     if model == "demo":
         return DEMO_MODEL
     if not model.strip():
-        raise UserError(f"{flag('model')} is empty: give a directory, a GGUF file, a hub id, or 'demo'.")
+        raise UserError(f"{flag('model')} is empty: give a directory, a GGUF file, a hub id, 'smollm2' or 'demo'.")
     check_path(model)
     try:
         path = Path(model).expanduser()
@@ -38,6 +40,8 @@ def resolve_model(model: str) -> Path:
         raise UserError(
             f"{model} is a file: give a .gguf, or the directory that holds config.json and the safetensors files."
         )
+    if model == "smollm2":
+        return smollm2()
     if is_gguf(path):
         raise UserError(f"the model file {model} does not exist: check the path.")
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model:

@@ -16,7 +16,8 @@ import numpy as np
 
 from wgpu_lora.api import answer, load
 from wgpu_lora.data import UNTRAINED
-from wgpu_lora.demo.before_and_after import BATCH, NEW_TOKENS
+from wgpu_lora.demo.before_and_after import BATCH
+from wgpu_lora.demo.tasks import Functions
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.formats.peft_adapter import Matrices, read_adapter
@@ -145,7 +146,11 @@ def answers(
 ) -> list[list[str]]:
     """The texts of all answers by each adapter; None is the model alone."""
     opened = load(model, device=device, base_dtype=base_dtype)
-    options: dict[str, Any] = {"batch": BATCH, "max_new_tokens": NEW_TOKENS, "enable_thinking": enable_thinking}
+    options: dict[str, Any] = {
+        "batch": BATCH,
+        "max_new_tokens": Functions.new_tokens,
+        "enable_thinking": enable_thinking,
+    }
     results = (answer(opened, prompts, adapter=adapter, progress_bar=False, **options) for adapter in adapters)
     return [[one.text for one in result] for result in results]
 

@@ -13,7 +13,9 @@ from wgpu_lora.weights.base_formats import BASE_FORMATS, DEFAULT_FORMAT
 
 Model = Annotated[
     str | None,
-    typer.Option(help="Model directory, GGUF file, hub id or 'demo', not a shape.", autocompletion=parameters.MODEL),
+    typer.Option(
+        help="Model directory, GGUF file, hub id, 'smollm2' or 'demo', not a shape.", autocompletion=parameters.MODEL
+    ),
 ]
 Shape = Annotated[
     str | None,

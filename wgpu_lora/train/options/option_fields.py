@@ -33,7 +33,7 @@ class GeneralOptions:
         "Directory for the adapter, log, model card and checkpoints. Default: 'output' or, with --adapters, the "
         "adapters' own directories.",
     )
-    model: str | None = option(None, FILES, "Model directory, GGUF file, hub id, or 'demo'.")
+    model: str | None = option(None, FILES, "Model directory, GGUF file, hub id, 'smollm2' or 'demo'.")
     eval_data: str | None = option(
         None, FILES, "Held-out data, in any form of --data: the loss on it is logged, and best/ keeps the best adapter."
     )
@@ -345,8 +345,8 @@ class DistillationOptions:
     teacher: str | None = option(
         None,
         DISTILLATION,
-        "Model that runs beside the student on the same device: a directory, GGUF file, hub id, or 'demo'. If it is "
-        "the student's own base, that is not loaded twice.",
+        "Model that runs beside the student on its device: a directory, GGUF file, hub id, 'smollm2' or 'demo'. If "
+        "it is the student's own base, that is not loaded twice.",
     )
     teacher_adapter: str | None = option(None, DISTILLATION, "PEFT adapter directory of the teacher.")
     teacher_base_dtype: str | None = option(

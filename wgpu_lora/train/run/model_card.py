@@ -10,6 +10,7 @@ from typing import Any
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.model_cards import header, table
 from wgpu_lora.formats.peft_adapter import WEIGHTS
+from wgpu_lora.formats.smollm2 import GGUF as SMOLLM2
 from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.tokenizer.examples import Alpaca
 from wgpu_lora.tokenizer.label_mask import alpaca_prompt
@@ -45,12 +46,14 @@ With [llama.cpp](https://github.com/ggml-org/llama.cpp), merged into the base:
 wgpu-lora export gguf --model {base} --adapter {adapter} --quantize q4_k_m --output {adapter}.gguf
 llama-cli -m {adapter}.gguf
 ```"""
+# What stands for a model that has a name, if something else than wgpu-lora is to read it.
+NAMED = {"demo": "wgpu_lora/demo/model", "smollm2": SMOLLM2}
 GGUF = """
 With [llama.cpp](https://github.com/ggml-org/llama.cpp), beside the base:
 
 ```sh
 wgpu-lora export gguf --model {base} --adapter {adapter} --lora --output {adapter}.gguf
-llama-cli -m {base} --lora {adapter}.gguf
+llama-cli -m {file} --lora {adapter}.gguf
 ```
 
 With [transformers](https://github.com/huggingface/transformers), merged into the base:
@@ -126,10 +129,12 @@ def _use(model: str, name: str, record: RunRecord, auto_class: str) -> str:
     adapter = record.directory.resolve().name
     if record.options.train == "quant-scales":
         return USE_BASE.format(place=shlex.quote(adapter))
-    place = model if hub_id(model) else "path/to/wgpu_lora/demo/model" if model == "demo" else f"path/to/{name}"
-    base = "demo" if model == "demo" else place
+    place = model if hub_id(model) else f"path/to/{NAMED.get(model, name)}"
+    base = model if model in NAMED else place
     text = USE + (GGUF if place.lower().endswith(".gguf") else PEFT)
-    text = text.format(base=shlex.quote(base), place=place, adapter=adapter, auto_class=auto_class)
+    text = text.format(
+        base=shlex.quote(base), file=shlex.quote(place), place=place, adapter=adapter, auto_class=auto_class
+    )
     if record.data.prompt_format == "alpaca":
         text += ALPACA.format(wording=alpaca_prompt(Alpaca("{instruction}", "", "", "")))
     return text

