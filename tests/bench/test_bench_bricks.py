@@ -226,7 +226,7 @@ def test_contexts(device: Device) -> None:
         ({"tokens": 0}, "--tokens is 0"),
         ({"rank": -1}, "--rank must be "),
         ({"tokens": 10**6}, "--tokens is 1000000: give 8 to 4096 for tiny-qwen3"),
-        ({"base_dtype": "zork"}, "--base-dtype must be one of nf4"),
+        ({"base_dtype": "zork"}, "--base-dtype must be one of auto, nf4"),
         ({"compute_dtype": "zork"}, "--compute-dtype must be one of f32"),
         ({"layers": 9}, "--layers 9 is not possible"),
     ],

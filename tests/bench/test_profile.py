@@ -187,7 +187,7 @@ def test_command_prints_a_table(run: Run, mini: str):
         (["--shape", "mini", "--tokens", "65"], "--tokens 65 is not possible: mini supports rows of up to 64 tokens."),
         (
             ["--shape", "mini", "--base-dtype", "int3"],
-            "--base-dtype must be one of nf4, bf16, f16, f32, lut2, lut3, lut4, int8, not int3.",
+            "--base-dtype must be one of auto, nf4, bf16, f16, f32, lut2, lut3, lut4, int8, gguf, not int3.",
         ),
         (["--shape", "mini", "--rank", "0"], "--rank must be greater than 0, not 0."),
         (["--shape", "mini", "--tokens", "64", "--batch", "9999999"], "lower --batch or --tokens."),

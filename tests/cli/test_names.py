@@ -203,7 +203,7 @@ def test_help_starts_with_what_people_change(
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("finetune --base-dtype ", "nf4 bf16 f16 f32 lut2 lut3 lut4 int8"),
+        ("finetune --base-dtype ", "auto nf4 bf16 f16 f32 lut2 lut3 lut4 int8 gguf"),
         ("finetune --base_dtype b", "bf16"),
         ("finetune --lora-r ", "16"),
         (

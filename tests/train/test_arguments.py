@@ -27,7 +27,7 @@ from wgpu_lora.train.resolve_options import find_recipe, read_recipe, recipe_arg
         ({"target_seconds": 0}, "target_seconds must be greater than 0"),
         ({"lora_dropout": 1.0}, "lora_dropout must be at least 0 and less than 1"),
         ({"max_length": 1}, "max_length must be at least 2"),
-        ({"base_dtype": "int5"}, "base_dtype must be one of nf4, bf16, f16, f32, lut2, lut3, lut4, int8"),
+        ({"base_dtype": "int5"}, "base_dtype must be one of auto, nf4, bf16, f16, f32, lut2, lut3, lut4, int8, gguf"),
         ({"optim": "sgd", "optim_args": "nesterov=true"}, "optim_args: nesterov=true needs a momentum"),
         ({"learning_rate": 1e30, "loraplus_lr_ratio": 1e30}, "a learning rate beyond float32's range"),
         ({"target_modules": ""}, "target_modules is empty"),
@@ -108,7 +108,7 @@ def _peak(args: TrainingArguments, changes: dict) -> int:
     get = {**args.as_dict(), **changes}.get
     row = (50 if get("gradient_checkpointing") else 100) * (get("max_length") or 1024) // 1024
     row -= 20 if get("offload_activations") and get("lora_r") == 4 else 0  # a device with memory of its own
-    return (25 if get("base_dtype") == "nf4" else 100) + row * get("per_device_train_batch_size")
+    return (25 if get("base_dtype") in ("auto", "nf4") else 100) + row * get("per_device_train_batch_size")
 
 
 @pytest.mark.parametrize(

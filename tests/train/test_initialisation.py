@@ -214,7 +214,7 @@ def test_refused(values: dict[str, Any], message: str) -> None:
 
 
 def test_loftq_needs_a_quantised_base(device: Device, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="needs a quantised base"):
+    with pytest.raises(UserError, match="needs a base that is quantised while it is loaded"):
         job_of(device, options(tmp_path, base_dtype="f32", init_lora_weights="loftq"))
     assert not (tmp_path / "run").exists()
 

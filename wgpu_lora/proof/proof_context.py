@@ -26,7 +26,7 @@ from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.records import RUN, RunRecord
 from wgpu_lora.train.run.training_log import LOG, read_log
-from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
+from wgpu_lora.weights.base_formats import AUTO, DEFAULT_FORMAT
 from wgpu_lora.worker.worker import Worker, WorkerFailed
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
@@ -322,8 +322,9 @@ def read_recipe(recipe: str) -> tuple[TrainingArguments, Path]:
     for source in (data, heldout):
         if not isinstance(source, FileSource):
             raise UserError(f"A proof reads files, but {source.path} is a data set: save it to a file.")
-    if args.base_dtype != DEFAULT_FORMAT:
+    if args.base_dtype not in (AUTO, DEFAULT_FORMAT):
         base = f"base_dtype {args.base_dtype}, but a proof is for {DEFAULT_FORMAT.upper()}"
         raise UserError(f"The recipe {path} has {base}: leave it out.")
     resolve_model(args.model or "demo")
-    return replace(args, data=data.path, split=None, eval_data=heldout.path, eval_split=None, resume=False), path
+    args = replace(args, data=data.path, split=None, eval_data=heldout.path, eval_split=None, resume=False)
+    return replace(args, base_dtype=DEFAULT_FORMAT), path

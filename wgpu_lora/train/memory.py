@@ -15,7 +15,7 @@ from wgpu_lora.models.adapter_modules import resolve_target_modules
 from wgpu_lora.names.spelling import flag, setting, settings
 from wgpu_lora.text import count_noun
 from wgpu_lora.train.optimizers import optimizer_of
-from wgpu_lora.weights.base_formats import DEFAULT_FORMAT, base_format
+from wgpu_lora.weights.base_formats import AUTO, DEFAULT_FORMAT, base_format
 
 if TYPE_CHECKING:
     from wgpu_lora.memory_leases import Budget
@@ -117,7 +117,8 @@ def fitting_suggestions(available: int, args: TrainingArguments, replan: Replan)
 def _savings(args: TrainingArguments) -> dict[str, Any]:
     """Options that would save memory with little effect on the result, if not chosen yet."""
     result: dict[str, Any] = {} if args.gradient_checkpointing else {"gradient_checkpointing": True}
-    smaller = base_format(DEFAULT_FORMAT).bits < base_format(args.base_dtype).bits and args.train != "quant-scales"
+    base_dtype = DEFAULT_FORMAT if args.base_dtype == AUTO else args.base_dtype
+    smaller = base_format(DEFAULT_FORMAT).bits < base_format(base_dtype).bits and args.train != "quant-scales"
     return result | ({"base_dtype": DEFAULT_FORMAT} if smaller else {})
 
 
