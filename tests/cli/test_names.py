@@ -218,7 +218,7 @@ def test_help_starts_with_what_people_change(
         ("bench --brick multi", "multi_adapter_memory multi_adapter_step"),
         ("bench --sh", "--shape"),
         ("bench com", "compare"),
-        ("bench max-batch --shape qwen3-", "qwen3-0.6b qwen3-8b"),
+        ("bench max-batch --shape qwen3-", "qwen3-0.6b qwen3-8b qwen3-1.7b"),
         ("fi", "finetune"),
     ],
 )
