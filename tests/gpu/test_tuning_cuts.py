@@ -15,6 +15,8 @@ from wgpu_lora.gpu.tiling_check import cut_verdict
 from wgpu_lora.ops.attention import attention_forward
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
 from wgpu_lora.ops.matmul_tuning import CHECKED, block
+from wgpu_lora.weights.gguf.gguf_formats import FORMATS
+from wgpu_lora.weights.gguf.gguf_products import gguf_matmul, gguf_matmul_backward
 from wgpu_lora.weights.lowbit.lowbit_products import codes_matmul, codes_matmul_backward
 from wgpu_lora.weights.nf4.nf4_products import nf4_matmul, nf4_matmul_backward
 
@@ -39,6 +41,10 @@ CALLS = [
     (codes_matmul, {**WHOLE, "k": 900, "bits": 8, "group": 0}),
     (codes_matmul_backward, {**WHOLE, "k1": 200, "k2": 1002, **LOW_RANK, "bits": 4, "group": 64}),
     (codes_matmul_backward, {**WHOLE, "n": 904, "k": 4863, "bits": 3, "group": 0}),
+    (gguf_matmul, {**WHOLE, "n1": 200, "n2": 1002, **LOW_RANK, "h_skip": 32, "adapted_parts": "101"}),
+    (gguf_matmul, {**WHOLE, "k": 4096, "b_type": "q6_k", "w_skip": 1001, "w_first": 640}),
+    (gguf_matmul_backward, {**WHOLE, "k1": 200, "k2": 1002, **LOW_RANK, "b_type": "q5_0"}),
+    (gguf_matmul_backward, {**WHOLE, "n": 4096, "k": 4863, "b_type": "q4_k", "w_skip": 1001, "w_first": 640}),
     (lora_nt, {"m": 1000, "n": 16, "k": 896, **SLOTS}),
     (lora_nn, {"m": 1000, "n": 896, "k": 16, **SLOTS}),
     (lora_tn, {"m": 896, "n": 16, "k": 1000, **SLOTS}),
@@ -54,7 +60,9 @@ TILINGS += [Tiling("workgroup", 32, 128, 4, 32)]
 @pytest.mark.parametrize(("kernel", "constants"), CALLS, ids=[kernel.name for kernel, _ in CALLS])
 def test_a_check_is_small_and_takes_the_same_paths(kernel: Any, constants: dict[str, Any], tiling: Tiling) -> None:
     """The same shader, whole blocks where the call has them, and the same edges."""
-    for more in (0, 8, 64, 192):
+    full = {**kernel.defaults, **constants}
+    unit = FORMATS[full["b_type"]].block if full.get("b_type") in FORMATS else 1
+    for more in (0, 8, 64, 192) if unit == 1 else (0, unit, 3 * unit):
         full = {**kernel.defaults, **constants}
         full["n"] += more if full["n"] > 16 else 0
         small = kernel.tuning.cut(full, tiling)
@@ -65,7 +73,8 @@ def test_a_check_is_small_and_takes_the_same_paths(kernel: Any, constants: dict[
         ):
             assert small[name] % step == full[name] % step
             assert small[name] >= min(full[name], 2 * step)
-            assert small[name] <= 4 * max(CHECKED, step)
+            assert small[name] <= 4 * max(CHECKED, step, unit)
+        assert small["k" if full.get("form") == "nt" else "n"] % unit == 0
         assert kernel.tuning.work(small) < kernel.tuning.work(full)
 
 

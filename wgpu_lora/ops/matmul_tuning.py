@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
@@ -106,9 +106,11 @@ class MatmulTuning:
     """Products of the batch's rows with a frozen matrix, y[m, n] from a[m, k].
 
     operand: creates the bindings of b, in its format.
+    block: the number of b's columns is a multiple of it.
     """
 
     operand: Operand
+    block: Callable[[Constants], int] = lambda c: 1
     sizes: tuple[str, ...] = ("m", "n", "k", "n1", "n2", "k1", "k2")
     later: tuple[str, ...] = ()
 
@@ -116,7 +118,8 @@ class MatmulTuning:
         return float(c["m"] * sum(sizes(c, "n")) * sum(sizes(c, "k")))
 
     def cut(self, c: Constants, tiling: Tiling) -> Constants:
-        small = _smaller_ranges(_fewer(c, tiling), "aywh")
+        columns = "k" if c["form"] == "nt" else "n"
+        small = _smaller_ranges(_fewer(c, tiling, {columns: self.block(c)}), "aywh")
         if not c["rank"]:
             return small
         if c["stacked"] and c["form"] == "nt":  # each part has columns of h
@@ -202,13 +205,15 @@ def _slot_values(c: Constants) -> int:
     return int(c["m"] * c["n"] if c["form"] == "tn" else c["n"] * c["k"])
 
 
-def _fewer(c: Constants, tiling: Tiling) -> Constants:
+def _fewer(c: Constants, tiling: Tiling, units: Mapping[str, int] = {}) -> Constants:
     """The call with smaller m, n and k, of each part, of at least two blocks of the tiling each. The remainders are the
-    same: by the blocks, so that the same edges are ragged, and by CHECKED, which covers what `divisibility` asks."""
+    same: by the blocks, so that the same edges are ragged, and by CHECKED, which covers what `divisibility` asks.
+    units: of sizes that are multiples of these."""
     rows, columns = block(tiling)
     steps = {"m": rows, "n": columns, "k": tiling.span * tiling.slices}
     names = [(name, steps[name[0]]) for name in ("m", "n", "n1", "n2", "k", "k1", "k2") if name in c]
-    return c | {name: reference_values.cut_size(c[name], 2 * lcm(CHECKED, step)) for name, step in names}
+    sizes = {name: 2 * lcm(CHECKED, step, units.get(name, 1)) for name, step in names}
+    return c | {name: reference_values.cut_size(c[name], size) for name, size in sizes.items()}
 
 
 def product_part(columns: TakeColumns) -> reference_values.TakePart:

@@ -97,7 +97,8 @@ def _columns(arrays: Arrays, c: Constants, columns: np.ndarray) -> Arrays | None
 
 
 SHAPES = ((16, 4), (16, 2), (8, 4))  # (rows, columns per lane) of the tilings
-TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
+TUNING = MatmulTuning(_synthetic, lambda c: FORMATS[c["b_type"]].block)
+PART = product_part(_columns)
 
 
 def _decoded(c: Constants, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
