@@ -22,6 +22,7 @@ from wgpu_lora.infer.generation_programs import Programs
 from wgpu_lora.infer.generator import BUCKETS, Generator
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.weights.base_formats import base_format
+from wgpu_lora.weights.gguf.gguf_formats import FORMATS
 from wgpu_lora.weights.lowbit.lowbit import LowBitWeight
 
 PROMPTS = (7, 512)
@@ -190,7 +191,7 @@ class Load(Workload):
         layer = model.decoder.layers[0]
         linears = {f"{layer.path}.{module}.weight": item.weight for module, item in layer.linears.items()}
         name, weight = min(linears.items(), key=lambda item: item[1].out_features * item[1].in_features)
-        if model.checkpoint.packed(name):
+        if model.checkpoint.packed(name) or model.decoder.base_dtype in FORMATS:  # the latter has random blocks
             return None
         source, values = model.checkpoint.read_f32(name), weight.values(self._context.device)
         want = base_format(weight.format).round_trip(source)
