@@ -149,6 +149,7 @@ gpu-compilers: setup  ## what the compilers of five GPUs make of the kernels, wi
 
 test-gpu-compilers: setup .venv/all  ## no kernel spills on AMD's GPUs, by their compiler; and the check fails when it should
 	$(BIN)/python -m scripts.gpu_compilers --check --gpu rdna1 --gpu rdna3 --shape qwen2.5-0.5b --shape qwen2.5-7b --shape qwen3.5-0.8b --head-dim 256
+	$(BIN)/python -m scripts.gpu_compilers --check --gpu rdna1 --gpu rdna3 --shape qwen2.5-7b --base-dtype q6_k --kernel gguf_matmul
 	$(PYTEST) -n $(JOBS) tests/scripts/runs
 
 lint: setup .venv/all  ## ruff, mypy and import-linter
