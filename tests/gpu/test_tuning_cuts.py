@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from wgpu_lora.gpu.device import Device
@@ -88,6 +89,16 @@ def test_a_check_of_attention(rows: int, keys: int, tiling: Tiling) -> None:
     assert queries <= min(rows, 2 * max(per, 32))
     assert queries <= small["keys"] <= min(keys, queries + 64)
     assert {**small, "rows": rows, "keys": keys} == full
+
+
+def test_a_check_of_attention_with_fewer_keys_than_rows(device: Device) -> None:
+    """A prompt in a bucket that is longer than the cache. A key range that wrapped around never ended."""
+    full = {**attention_forward.defaults, "rows": 32, "keys": 29, "kv_heads": 3, "group": 3, "dim": 64, "scale": 0.125}
+    ranges = attention_forward.tuning.inputs(full, ("ranges",), np.random.default_rng(0))["ranges"]
+    assert ranges[:, 1].max() <= 29
+    present = tuple(name for name in attention_forward.bindings if name not in attention_forward.optional)
+    call = Dispatch(attention_forward, (), present, full, Tiling(), (1, 1, 1))
+    assert cut_verdict(device, call, attention_forward.tilings(device.capabilities, full)[0]).right
 
 
 @pytest.mark.filterwarnings("ignore::wgpu_lora.errors.DeviceWarning")

@@ -99,7 +99,7 @@ class AttentionTuning:
     def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
         rows, heads = c["rows"], c["kv_heads"] * c["group"]
         keys = c.get("keys", rows)
-        last = np.arange(1, rows + 1) + (keys - rows)
+        last = np.maximum(1, np.arange(1, rows + 1) + (keys - rows))  # a short prompt may have more rows than keys
         ranges = np.stack([np.zeros(rows), last, np.full(rows, rows), np.arange(rows)], axis=1)
         stats = np.stack([np.full((rows, heads), 4.0), np.zeros((rows, heads))], axis=2)
         shapes = {
