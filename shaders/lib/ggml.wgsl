@@ -6,6 +6,33 @@ fn half_of(word: u32, index: u32) -> f32 {
     return select(magnitude, -magnitude, (bits & 0x8000u) != 0u);
 }
 
+// The half float of a block of 32 values, of which a word has those of two neighbouring blocks.
+fn half_scale(w: Matrix, row: u32, step: u32) -> f32 {
+    return half_of(scales[w.scales + step / 64u * w.out + row], step / 32u);
+}
+
+// Both half floats of a block of 32 values.
+fn scale_and_low(w: Matrix, row: u32, step: u32) -> vec2<f32> {
+    let word = scales[w.scales + step / 32u * w.out + row];
+    return vec2<f32>(half_of(word, 0u), half_of(word, 1u));
+}
+
+// Of 32 values in a block of 256: d times a scale of 6 bits, and dmin times a low of 6 bits. The last four of eight have the upper
+// bits of the first four's bytes.
+fn six_bit_scales(w: Matrix, row: u32, step: u32) -> vec2<f32> {
+    let at = w.scales + step / 256u * 4u * w.out + row;
+    let halves = scales[at];
+    let block = step / 32u;
+    let shift = 8u * (block & 3u);
+    let first = scales[at + w.out] >> shift;
+    let second = scales[at + 2u * w.out] >> shift;
+    let rest = scales[at + 3u * w.out] >> shift;
+    let upper = (block & 4u) != 0u;
+    let scale = select(first & 63u, (rest & 15u) | ((first >> 2u) & 48u), upper);
+    let low = select(second & 63u, ((rest >> 4u) & 15u) | ((second >> 2u) & 48u), upper);
+    return vec2<f32>(half_of(halves, 0u) * f32(scale), -half_of(halves, 1u) * f32(low));
+}
+
 // Four codes of 4 bits, or of 1 or 2, from `shift` on.
 fn four_nibbles(bits: u32, shift: u32) -> vec4<u32> {
     return (vec4<u32>(bits) >> (vec4<u32>(0u, 4u, 8u, 12u) + shift)) & vec4<u32>(15u);

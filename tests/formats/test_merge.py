@@ -23,6 +23,7 @@ from support.models import (
 )
 from support.sampling import sample
 
+import wgpu_lora
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
@@ -151,3 +152,22 @@ def test_transformers_loads_it(tmp_path: Path, architecture: str) -> None:
             return model(ids).logits.numpy()
 
     assert relative_error(logits(tmp_path / "merged"), logits(source(architecture))) < 1e-5
+
+
+def test_losses_before_and_after(device: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter, data = save_golden_adapter("qwen2", tmp_path / "adapter"), tmp_path / "valid.jsonl"
+    rows = [{"input_ids": ids.tolist()} for ids in golden_rows(golden("qwen2"), "input_ids")]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    words = flags(adapter=adapter, model=source("qwen2"), output=tmp_path / "merged", dtype="f32")
+    assert main(["merge", *words, *flags(eval_data=tmp_path / "missing.jsonl")]) == 2
+    assert not (tmp_path / "merged").exists()
+    assert main(["merge", *words, *flags(eval_data=data)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("loss")]
+    assert [" ".join(line[2:]) for line in lines] == ["beside its base", "merged, in f32", "merged, in nf4"]
+    beside, merged, rounded = (float(line[1]) for line in lines)
+    own, in_f32 = (
+        wgpu_lora.evaluate(wgpu_lora.load(source("qwen2"), device=device, base_dtype=dtype), data, adapter=adapter).loss
+        for dtype in ("nf4", "f32")
+    )
+    assert (beside, merged) == (pytest.approx(own, abs=1e-4), pytest.approx(in_f32, abs=1e-4))
+    assert rounded != merged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
@@ -61,7 +62,6 @@ def merge(
 
     It works tensor by tensor on the CPU: neither a GPU nor memory for the whole model is needed, but for --eval-data.
     """
-    from wgpu_lora.api.evaluation import merged_losses
     from wgpu_lora.atomic import check_new
     from wgpu_lora.export.adapter_merge import merge_adapter
     from wgpu_lora.formats.hub import is_gguf, resolve_model
@@ -71,7 +71,11 @@ def merge(
     check_new(output, "--output", directory=True)  # before the model may be downloaded
     model_name = model or base_of(adapter) or "demo"
     directory = resolve_model(model_name)
-    losses = merged_losses(model_name, adapter, output, dtype, eval_data) if eval_data else iter(())
+    losses: Iterator[tuple[str, float]] = iter(())
+    if eval_data:
+        from wgpu_lora.api.evaluation import merged_losses
+
+        losses = merged_losses(model_name, adapter, output, dtype, eval_data)
     before = list(islice(losses, 1))  # reads the data before anything is written
     with Bar("merging", len(config_of(directory).parameter_shapes())) as bar:
         merge_adapter(directory, adapter, output, dtype, name=model_name, events=TensorBar(bar))

@@ -106,11 +106,11 @@ class MatmulTuning:
     """Products of the batch's rows with a frozen matrix, y[m, n] from a[m, k].
 
     operand: creates the bindings of b, in its format.
-    block: the number of b's columns is a multiple of it.
+    column_unit: the number of b's columns is a multiple of it.
     """
 
     operand: Operand
-    block: Callable[[Constants], int] = lambda c: 1
+    column_unit: Callable[[Constants], int] = lambda c: 1
     sizes: tuple[str, ...] = ("m", "n", "k", "n1", "n2", "k1", "k2")
     later: tuple[str, ...] = ()
 
@@ -119,7 +119,7 @@ class MatmulTuning:
 
     def cut(self, c: Constants, tiling: Tiling) -> Constants:
         columns = "k" if c["form"] == "nt" else "n"
-        small = _smaller_ranges(_fewer(c, tiling, {columns: self.block(c)}), "aywh")
+        small = _smaller_ranges(_fewer(c, tiling, {columns: self.column_unit(c)}), "aywh")
         if not c["rank"]:
             return small
         if c["stacked"] and c["form"] == "nt":  # each part has columns of h
@@ -257,11 +257,8 @@ def product_part(columns: TakeColumns) -> reference_values.TakePart:
         kept = {**arrays, **b, "y": arrays["y"].reshape(rows.size, -1)[:, wide]}
         if "bias" in arrays:
             kept["bias"] = arrays["bias"][wide]
-        return kept, {
-            **c,
-            "n": each.size,
-            **{name: 0 for name in ("y_skip", "y_first", "w_skip", "w_first") if name in c},
-        }
+        whole: dict[str, Any] = {name: 0 for name in ("y_skip", "y_first", "w_skip", "w_first") if name in c}
+        return kept, {**c, "n": each.size, **whole}
 
     return take
 

@@ -1,9 +1,7 @@
 // IQ4_NL: d level, d of 32 values. A word of scales has d of two neighbouring blocks.
 alias Scale = f32;
 
-fn scale_at(w: Matrix, row: u32, step: u32) -> Scale {
-    return half_of(scales[w.scales + step / 64u * w.out + row], step / 32u);
-}
+fn scale_at(w: Matrix, row: u32, step: u32) -> Scale { return half_scale(w, row, step); }
 
 fn scale_count(out: u32, size_in: u32) -> u32 { return (size_in + 63u) / 64u * out; }
 

@@ -109,7 +109,7 @@ class GGUFCheckpoint:
         return None
 
     def base_format(self, name: str) -> str | None:
-        """The base format that keeps a tensor as it is stored: None if there is none."""
+        """The base format that keeps a tensor as it is stored; None if there is none."""
         info = self._tensors[name]
         if info.kind in PLAIN:
             return self.dtype(name).lower()
@@ -118,9 +118,9 @@ class GGUFCheckpoint:
 
     def read_blocks(self, name: str, base_format: str, row_start: int, row_stop: int) -> np.ndarray:
         """Rows of a tensor in a type of GGUF files, which is its `base_format`: uint8 [rows, bytes]."""
+        assert base_format == self._tensors[name].kind.name.lower()
         order = self._block_order(name)
         assert order is not None
-        assert base_format == self.base_format(name)
         rows = self._rows(name, row_start, row_stop)
         if (np.diff(order) == 1).all():
             return rows

@@ -41,7 +41,7 @@ class GGUFFormat:
     """A quantised type.
 
     words: the offsets of words of a block that are copied to the scales. half: the offset of a half float, of which two
-        blocks share a word; None if there is none.
+        blocks share a word; None if there is none. half_places: the offsets of all half floats of a block.
     group: values that share a scale. levels: a code's value, before it is scaled.
     of_words: the blocks' words [blocks, words, out] and half floats, float64 [blocks, out], -> scales and lows.
     """
@@ -51,6 +51,7 @@ class GGUFFormat:
     group: int
     levels: tuple[int, ...]
     of_words: Callable[[np.ndarray, np.ndarray], Scales]
+    half_places: tuple[int, ...] = (0,)
     words: tuple[int, ...] = ()
     half: int | None = None
 
@@ -74,7 +75,8 @@ class GGUFFormat:
 
     @property
     def codebook(self) -> bool:
-        return self.name.startswith("iq4")
+        """Whether a level is looked up."""
+        return self.levels is IQ4
 
     def code_rows(self, size_in: int) -> int:
         """Rows of the codes of a matrix [out, size_in]."""
@@ -131,13 +133,6 @@ class GGUFFormat:
         blocks = rows.reshape(-1, self.block_bytes)
         return all((blocks[:, place + 1] & 0x7C != 0x7C).all() for place in self.half_places)
 
-    @property
-    def half_places(self) -> tuple[int, ...]:
-        """The offsets of all half floats of a block."""
-        if self.half is not None:
-            return (self.half,)
-        return (0,) if self.name == "iq4_xs" else (0, 2)
-
 
 def _halves(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The two half floats of words, float64."""
@@ -188,17 +183,17 @@ FORMATS = {
     item.name: item
     for item in (
         GGUFFormat("q4_0", (Plane(4, 2, 16),), 32, _from(-8, 4), _single, half=0),
-        GGUFFormat("q4_1", (Plane(4, 4, 16),), 32, _from(0, 4), _scale_and_low, (0,)),
+        GGUFFormat("q4_1", (Plane(4, 4, 16),), 32, _from(0, 4), _scale_and_low, (0, 2), (0,)),
         GGUFFormat("q5_0", (Plane(4, 6, 16), Plane(1, 2, 1)), 32, _from(-16, 5), _single, half=0),
-        GGUFFormat("q5_1", (Plane(4, 8, 16), Plane(1, 4, 1)), 32, _from(0, 5), _scale_and_low, (0,)),
+        GGUFFormat("q5_1", (Plane(4, 8, 16), Plane(1, 4, 1)), 32, _from(0, 5), _scale_and_low, (0, 2), (0,)),
         GGUFFormat("q8_0", (Plane(8, 2, 32),), 32, _SIGNED_BYTES, _single, half=0),
-        GGUFFormat("q4_k", (Plane(4, 16, 32),), 32, _from(0, 4), _six_bits, (0, 4, 8, 12)),
-        GGUFFormat("q5_k", (Plane(4, 48, 32), Plane(1, 16, 32)), 32, _from(0, 5), _six_bits, (0, 4, 8, 12)),
+        GGUFFormat("q4_k", (Plane(4, 16, 32),), 32, _from(0, 4), _six_bits, (0, 2), (0, 4, 8, 12)),
+        GGUFFormat("q5_k", (Plane(4, 48, 32), Plane(1, 16, 32)), 32, _from(0, 5), _six_bits, (0, 2), (0, 4, 8, 12)),
         GGUFFormat(
-            "q6_k", (Plane(4, 0, 64), Plane(2, 128, 32)), 16, _from(-32, 6), _bytes, (192, 196, 200, 204), half=208
+            "q6_k", (Plane(4, 0, 64), Plane(2, 128, 32)), 16, _from(-32, 6), _bytes, (208,), (192, 196, 200, 204), 208
         ),
         GGUFFormat("iq4_nl", (Plane(4, 2, 16),), 32, IQ4, _single, half=0),
-        GGUFFormat("iq4_xs", (Plane(4, 8, 16),), 32, IQ4, _nibbles_of_six_bits, (0, 4)),
+        GGUFFormat("iq4_xs", (Plane(4, 8, 16),), 32, IQ4, _nibbles_of_six_bits, (0,), (0, 4)),
     )
 }
 

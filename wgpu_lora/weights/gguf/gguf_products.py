@@ -15,7 +15,7 @@ from wgpu_lora.ops.embedding import local_rows, put_rows
 from wgpu_lora.ops.matmul import FILE, adapted, divisibility, finish, operand, tile_grid
 from wgpu_lora.ops.matmul_layout import product_layout, words_of
 from wgpu_lora.ops.matmul_tuning import MatmulTuning, product_part, tilings
-from wgpu_lora.ops.matrix_stack import ALL_PARTS, backward_reference, forward_reference, region, sizes
+from wgpu_lora.ops.matrix_stack import ALL_PARTS, backward_reference, forward_reference, joined, sizes
 from wgpu_lora.ops.sparse_logits import add_rows
 from wgpu_lora.weights.gguf.gguf_formats import FORMATS, GGUFFormat, random_blocks
 
@@ -80,12 +80,7 @@ def _synthetic(c: Constants, rng: np.random.Generator) -> Arrays:
     parts = [item.to_words(random_blocks(item, out, size_in, rng)) for out in outs]
     if not c["stacked"]:
         return dict(zip(("codes", "scales"), parts[0], strict=True))
-    padded: dict[str, list[np.ndarray]] = {"codes": [], "scales": []}
-    for part in parts:
-        for name, words in zip(padded, part, strict=True):
-            padded[name].append(np.zeros(region(words.size), np.uint32))
-            padded[name][-1][: words.size] = words.reshape(-1)
-    return {name: np.concatenate(words) for name, words in padded.items()}
+    return {name: joined(words) for name, words in zip(("codes", "scales"), zip(*parts, strict=True), strict=True)}
 
 
 def _columns(arrays: Arrays, c: Constants, columns: np.ndarray) -> Arrays | None:

@@ -48,9 +48,8 @@ class GGUFWeight:
                 f"{size_in:,} columns of {name}: use another type."
             )
         codes = persistent((item.code_rows(size_in), out), "u32", "base", f"{name}.codes")
-        return cls(
-            out, size_in, item, codes, persistent((item.scale_rows(size_in), out), "u32", "base", f"{name}.scales")
-        )
+        scales = persistent((item.scale_rows(size_in), out), "u32", "base", f"{name}.scales")
+        return cls(out, size_in, item, codes, scales)
 
     @property
     def format(self) -> str:
@@ -128,14 +127,12 @@ class GGUFWeight:
                     f"{name} has scales that are NaN or infinite: download or convert the model again."
                 )
             staging = loading.scratch["staging"]
-            loading.device.write(staging.storage.buffer, np.pad(blocks.reshape(-1), (0, -blocks.size % 4)))
+            rest = -blocks.size % 4  # of a word
+            flat = np.pad(blocks.reshape(-1), (0, rest)) if rest else blocks
+            loading.device.write(staging.storage.buffer, flat)
             program = Program(loading.device, "pack")
-            words = replace(staging, shape=(-(-blocks.size // 4),), dtype="u32")
-            shape: dict[str, Any] = {
-                "rows": rows,
-                "out": self.out_features,
-                "size_in": self.in_features,
-            }
+            words = replace(staging, shape=(flat.size // 4,), dtype="u32")
+            shape: dict[str, Any] = {"rows": rows, "out": self.out_features, "size_in": self.in_features}
             program.dispatch(gguf_pack, words, self.codes, self.scales, first=first, b_type=self.format, **shape)
             with loading.running(program):
                 pass
