@@ -120,7 +120,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "torch_dtype dtype precision model_dtype bf16 bfloat16 fp16 float16 half fp32 float32 load_in_fp8",
     ),
     (
-        "is not needed: the base is NF4 by default, or has the types of its GGUF file ({base_dtype} selects another)",
+        "is not needed: the base is NF4 by default, or as its GGUF file has it ({base_dtype} selects another type)",
         "load_in_4bit use_4bit load_in_4_bit quantization_bit quantization_config bnb_4bit_quant_type bnb_config "
         "bnb_4bit_use_double_quant qlora",
     ),
