@@ -248,7 +248,7 @@ Document = dict[str, Any]  # a tokenizer.json
 
 
 def _bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: Any) -> Document:
-    return {"type": "BPE", "vocab": vocabulary.ids, "merges": [list(pair) for pair in merges], **options}
+    return {"type": "BPE", "vocab": vocabulary.ids, "merges": merges, **options}
 
 
 def _replace(text: str, other: str) -> Document:
