@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import platform
 import re
 import statistics
 import subprocess
@@ -240,6 +241,14 @@ def peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
+def processor_name() -> str:
+    """As the system names it."""
+    with suppress(OSError):
+        if match := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
+            return f"{match[1].strip()}, {psutil.cpu_count()} threads"
+    return platform.processor() or platform.machine()
+
+
 POWERCAP = Path("/sys/class/powercap")
 
 
@@ -409,7 +418,14 @@ def measure(asked: Comparison, no_serving: bool, file: Path | None) -> int:
     asked.check()
     with Writer(file) as writer:  # refuses what cannot be written
         rows, served = _measured(asked, no_serving)
-        result = {"schema": SCHEMA, "commit": commit(), "options": asdict(asked), "steps": rows, "serving": served}
+        result = {
+            "schema": SCHEMA,
+            "commit": commit(),
+            "processor": processor_name(),
+            "options": asdict(asked),
+            "steps": rows,
+            "serving": served,
+        }
         writer.text(json.dumps(result, indent=1) + "\n")
     for failure in (failed := failures(rows + served)):
         print(f"bench-reference: {failure}", file=sys.stderr)

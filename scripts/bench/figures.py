@@ -1,0 +1,117 @@
+"""Writes the table in docs/figures.md, training speeds by device, from the files in docs/figures.
+
+python -m scripts.bench.figures [FILE.json ...]
+
+Files of `make bench-smollm2` or `make bench-gpu` are first copied into docs/figures, named by their device and content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import parse_object
+from wgpu_lora.text import count_noun
+from wgpu_lora.train.memory import format_bytes
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "figures.md"
+FOLDER = PAGE.with_suffix("")
+SCHEMAS = ("wgpu-lora-bench-reference/", "wgpu-lora-bench-gpu/")
+COLUMNS = ("device", "model", "step", "side", "tokens/s", "of PyTorch", "on device", "process", "mJ", "versions")
+HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The training steps of a file, and the device and processor that took them."""
+
+    device: str
+    processor: str
+    commit: str
+    rows: list[dict[str, Any]]
+
+    def table(self) -> Iterator[str]:
+        """Lines of the table. Sides that did not run are not in it."""
+        for row in self.rows:
+            if "not_run" in row:
+                continue
+            ours = row["side"].startswith("ours")
+            versions = row["environment"]["versions"] if ours else row["versions"]
+            named = ("wgpu-lora", "wgpu") if ours else ("torch", "peft")
+            said = [f"{name} {versions[name]}" for name in named if name in versions]
+            layers = f", {count_noun(row['layers'], 'layer')}" if row["layers"] else ""
+            on_device = row.get("planned", row.get("allocated"))
+            ratio, joules = row["ratio"], row.get("joules_per_token")
+            cells = (
+                self.device if ours else self.processor if row["device"] == "cpu" else row["device"],
+                f"{row['shape']}{layers}, rank {row['rank']}",
+                row["work"],
+                row["side"],
+                f"{row['tokens_per_second']:,.0f}",
+                "" if ratio is None else f"{ratio:.2f}",
+                "" if on_device is None else format_bytes(on_device),
+                format_bytes(row["resident"]),
+                "" if joules is None else f"{1000 * joules:.1f}",
+                ", ".join([*said, f"commit {self.commit[:8]}"] if ours and self.commit else said),
+            )
+            yield f"| {' | '.join(cells)} |\n"
+
+
+def read_figures(path: Path) -> Figures:
+    """The training steps of a result of `make bench-smollm2`, `make bench-reference` or `make bench-gpu`.
+
+    Raises:
+        UserError: it is not such a file, or has no training step that ran on a device.
+    """
+    try:
+        document = parse_object(path.read_bytes(), str(path))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}).") from None
+    if not str(document.get("schema", "")).startswith(SCHEMAS):
+        raise UserError(f"{path} is not a result of 'make bench-smollm2' or 'make bench-gpu': give one.")
+    if document.get("quick"):
+        raise UserError(f"{path} was made with --quick, whose figures are meaningless: measure again without.")
+    try:
+        comparisons = [part["results"] for part in document.get("parts", ()) if part["job"]["job"] == "comparison"]
+        rows = [row for results in comparisons for row in results] or document.get("steps", [])
+        devices = [row["environment"]["device"] for row in rows if "environment" in row]
+        if not devices:
+            raise UserError(f"{path} has no training step that ran on a device: measure again.")
+        name = f"{devices[0]['name']}, {devices[0]['driver']}"
+        result = Figures(name, document.get("processor", "CPU"), (document["commit"] or {}).get("id", ""), rows)
+        list(result.table())
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UserError(f"{path} has a step without its figures: measure again.") from None
+    return result
+
+
+def page() -> str:
+    """The page, with the table of the files in docs/figures."""
+    lines = [line for path in sorted(FOLDER.glob("*.json")) for line in read_figures(path).table()]
+    return PAGE.read_text().partition(HEAD)[0] + HEAD + "".join(lines)
+
+
+def main(files: list[str]) -> int:
+    try:
+        for file in files:
+            figures = read_figures(Path(file))
+            content = json.dumps(json.loads(Path(file).read_text()), indent=1) + "\n"
+            slug = re.sub("[^a-z0-9]+", "-", figures.device.lower()).strip("-")[:40]
+            FOLDER.mkdir(exist_ok=True)
+            (FOLDER / f"{slug}-{hashlib.sha256(content.encode()).hexdigest()[:8]}.json").write_text(content)
+        PAGE.write_text(page())
+    except UserError as error:
+        print(f"figures: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
