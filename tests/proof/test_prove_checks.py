@@ -331,7 +331,7 @@ GOOD, WRONG = {"error": 1e-13, "fine": True}, {"error": 0.1, "fine": False}
 )
 def test_devices(discrete: int, changes: dict[str, Any], want: str) -> None:
     device = {"index": 0, "name": "a", "driver": "d", "backend": "Vulkan", "kind": "discrete"}
-    facts = {"devices": [device, {**device, "index": 1}], "used": [0, 1], "asked": False, "wgpu_native": "0",
+    facts = {"devices": [device, {**device, "index": 1}], "used": [0, 1], "asked": False, "webgpu": {},
              "computed": {"0": GOOD, "1": GOOD}, "hardware": ["a 0", "a 1"]}  # fmt: skip
     children: Any = SimpleNamespace()
     proof = Proof(Path("out"), Path("r"), TrainingArguments(), facts | changes, children, discrete)

@@ -24,6 +24,7 @@ import pytest
 from wgpu_lora import assets
 from wgpu_lora.assets import ASSETS
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.backends import WGPU, backend
 from wgpu_lora.protect.attestation import measurements
 
 
@@ -254,7 +255,8 @@ def test_variables_that_change_behaviour_are_stated_by_digest() -> None:
 def test_this_machine_can_be_measured() -> None:
     found = measurements.measurements()
     assert found["dependencies"]["wgpu"]["intact"] is True
-    assert found["wgpu"]["native_sha256"] == hashlib.sha256(measurements.native_library().read_bytes()).hexdigest()
+    library = backend(WGPU).library()
+    assert found["wgpu"]["native_sha256"] == hashlib.sha256(library.read_bytes()).hexdigest()
     assert found["python"]["version"] == ".".join(map(str, sys.version_info[:3]))
     assert "wgpu_lora/protect/attestation/measurements.py" in found["package"]["files"]
     assert any(name.startswith("shaders/") and name.endswith(".wgsl") for name in found["package"]["files"])

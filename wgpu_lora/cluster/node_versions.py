@@ -11,7 +11,7 @@ from pathlib import Path
 from wgpu_lora.assets import combined, package_files
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.cluster.messages import Versions
-from wgpu_lora.gpu.device_list import native_version
+from wgpu_lora.gpu.backends import backend
 from wgpu_lora.installation import NAME
 
 SHOWN = 12  # characters of a digest in a message
@@ -27,7 +27,7 @@ def own_versions() -> Versions:
         shaders=_digest((name, path) for name, path in files.items() if name.startswith("shaders/")),
         python=platform.python_version(),
         ray=_version("ray"),
-        wgpu=f"{_version('wgpu')} (wgpu-native {native_version()})",
+        wgpu=f"{_version('wgpu')} ({' '.join(*backend().versions().items())})",
     )
 
 

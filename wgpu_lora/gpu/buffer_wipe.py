@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
-import wgpu
-
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import DeviceLost, raise_device_lost
 from wgpu_lora.text import count_noun
@@ -98,7 +96,7 @@ class Wiper:
                 else:
                     self.report.not_wiped.append(f"{_name(left[-1])}: it did not read back as zeros")
                 left.pop()
-        except (DeviceLost, wgpu.GPUError, RuntimeError, MemoryError) as error:
+        except (DeviceLost, self.device.webgpu.api.GPUError, RuntimeError, MemoryError) as error:
             lost = isinstance(error, DeviceLost)
             reason = "the device was lost" if lost else " ".join(str(error).split())[:200]
             nbytes = sum(buffer.size for buffer in left)

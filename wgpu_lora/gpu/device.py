@@ -10,10 +10,9 @@ from typing import Any
 from weakref import WeakSet
 
 import numpy as np
-import wgpu
-from wgpu.backends.wgpu_native import ffi, lib
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.backends import ENVIRONMENT, SUBGROUP, backend
 from wgpu_lora.gpu.device_errors import OutOfDeviceMemory, ShaderError, raise_device_lost
 from wgpu_lora.gpu.device_list import MAPPABLE, DeviceInfo, choose
 from wgpu_lora.gpu.tiling import Capabilities
@@ -44,12 +43,14 @@ class DeviceOptions:
     """Features and limits to request from a device. Tests disable features through environment variables.
 
     subgroup_size: instead of the measured one, for a device that compiles but runs nothing (`make gpu-compilers`).
+    backend: the WebGPU implementation, one of `backends.BACKENDS`.
     """
 
     subgroups: bool = True
     default_limits: bool = False
     checked: bool = False
     subgroup_size: int | None = None
+    backend: str | None = None
 
     @classmethod
     def from_environment(cls) -> DeviceOptions:
@@ -60,6 +61,7 @@ class DeviceOptions:
             subgroups=not on("WGPU_LORA_NO_SUBGROUPS"),
             default_limits=on("WGPU_LORA_DEFAULT_LIMITS"),
             checked=on("WGPU_LORA_CHECKED"),
+            backend=os.environ.get(ENVIRONMENT),
         )
 
 
@@ -71,6 +73,7 @@ class Device:
         options: by default, those in the environment.
 
     Attributes:
+        webgpu: the WebGPU implementation.
         info: name, driver, features and limits.
         capabilities: what kernels may use; the subgroup size is measured.
         max_binding, max_buffer: bytes.
@@ -85,22 +88,23 @@ class Device:
 
     def __init__(self, selector: str | int | None = None, options: DeviceOptions | None = None):
         self.options = options or DeviceOptions.from_environment()
+        self.webgpu = backend(self.options.backend)
         self.info: DeviceInfo
-        self.info, adapter = choose(selector)
-        features: list[Any] = [
+        self.info, adapter = choose(selector, self.webgpu)
+        features = [
             f
             for f in ("timestamp-query", "timestamp-query-inside-passes", "shader-f16", MAPPABLE)
             if f in self.info.features
         ]
-        if self.options.subgroups and "subgroup" in self.info.features and self.info.vendor_id != INTEL:
+        if self.options.subgroups and SUBGROUP in self.info.features and self.info.vendor_id != INTEL:
             # Intel's compiler chooses 8, 16 or 32 lanes per shader, so kernels cannot be specialised for one size.
-            features.append("subgroup")
+            features.append(SUBGROUP)
             if "shader-int64" in self.info.features:  # only tilings with subgroups use 64-bit loads
                 features.append("shader-int64")
         own = {name: adapter.limits[name] for name in WEBGPU_LIMITS}
         limits = WEBGPU_LIMITS if self.options.default_limits else own
         with end_signal_delayed():  # cffi discards what is raised inside wgpu's callback, which then never resolves
-            self.raw = adapter.request_device_sync(required_features=features, required_limits=limits)
+            self.raw = self.webgpu.open(adapter, features, limits, self.options.checked)
         self.features = frozenset(features)
         self.max_binding = int(self.raw.limits["max-storage-buffer-binding-size"]) & ~255
         self.max_buffer = int(self.raw.limits["max-buffer-size"]) & ~255
@@ -111,7 +115,7 @@ class Device:
         self.before_free: Callable[[Any], None] | None = None
         self.verdicts: Any = None  # see gpu.verdicts; kept here so that they go with the device
         self.capabilities = Capabilities(
-            subgroup_size=self._subgroup_size() if "subgroup" in features else 0,
+            subgroup_size=self._subgroup_size() if SUBGROUP in features else 0,
             f16="shader-f16" in features,
             int64="shader-int64" in features,
             workgroup_bytes=int(self.raw.limits["max-compute-workgroup-storage-size"]),
@@ -123,7 +127,7 @@ class Device:
 
     def create_buffer(self, nbytes: int, label: str = "") -> Any:
         """A zeroed storage buffer of `nbytes` (rounded up to 4). Raises OutOfDeviceMemory or DeviceLost."""
-        buffer = self._buffer(nbytes, label, wgpu.BufferUsage.UNIFORM)
+        buffer = self._buffer(nbytes, label, self.webgpu.api.BufferUsage.UNIFORM)
         self.allocated += buffer.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return buffer
@@ -137,7 +141,7 @@ class Device:
             UserError: the device has no such buffers. OutOfDeviceMemory, DeviceLost: as for `create_buffer`.
         """
         self.check_host_buffers()
-        buffer = self._buffer(nbytes, label, wgpu.BufferUsage.MAP_READ)
+        buffer = self._buffer(nbytes, label, self.webgpu.api.BufferUsage.MAP_READ)
         self.host_allocated += buffer.size
         return buffer
 
@@ -150,12 +154,12 @@ class Device:
             )
 
     def _buffer(self, nbytes: int, label: str, use: int) -> Any:
-        size, uses = max(4, (nbytes + 3) & ~3), wgpu.BufferUsage
+        size, uses = max(4, (nbytes + 3) & ~3), self.webgpu.api.BufferUsage
         usage = uses.STORAGE | uses.COPY_SRC | uses.COPY_DST | use
         try:
             with raise_device_lost(self.info.name):
                 buffer = self.raw.create_buffer(label=label, size=size, usage=usage)
-        except (MemoryError, wgpu.GPUValidationError, wgpu.GPUError) as error:
+        except (MemoryError, self.webgpu.api.GPUError) as error:
             raise OutOfDeviceMemory(label or "a buffer", size, self.allocated) from error
         self.live.add(buffer)
         return buffer
@@ -193,11 +197,9 @@ class Device:
         return np.frombuffer(data, np.uint8)[:size]
 
     def wait(self) -> None:
-        """Blocks until the queue is empty. (wgpu-py's own on_submitted_work_done_sync raises TypeError.) Raises
-        DeviceLost."""
+        """Blocks until the queue is empty. Raises DeviceLost."""
         with raise_device_lost(self.info.name):
-            self.raw.queue.submit([self.raw.create_command_encoder().finish()])  # without commands, a loss aborts
-            self.raw._poll_wait()
+            self.webgpu.wait(self.raw)
 
     # -- shaders ---------------------------------------------------------------------------------------------------
 
@@ -208,29 +210,16 @@ class Device:
             label, text = str(key[0]), source()
             try:
                 with raise_device_lost(self.info.name):
-                    compute = {"module": self._module(text, label), "entry_point": "main"}
+                    compute = {
+                        "module": self.webgpu.module(self.raw, text, label, self.options.checked),
+                        "entry_point": "main",
+                    }
                     result = self.raw.create_compute_pipeline(label=label, layout="auto", compute=compute)
                     result.bind_layout = result.get_bind_group_layout(0)
-            except wgpu.GPUError as error:
+            except self.webgpu.api.GPUError as error:
                 raise ShaderError(label, str(error)) from error
             self._pipelines[key] = result
         return result
-
-    def _module(self, code: str, label: str) -> Any:
-        module = self.raw.create_shader_module(code=code, label=label)  # raises readable errors
-        if self.options.checked or not hasattr(lib, "wgpuDeviceCreateShaderModuleTrusted"):
-            return module
-        text, name = code.encode(), label.encode()
-        c_text, c_name = ffi.new("char[]", text), ffi.new("char[]", name)
-        source = ffi.new("WGPUShaderSourceWGSL *")
-        source.chain.sType = lib.WGPUSType_ShaderSourceWGSL
-        source.code.data, source.code.length = c_text, len(text)
-        descriptor = ffi.new("WGPUShaderModuleDescriptor *")
-        descriptor.nextInChain = ffi.cast("WGPUChainedStruct *", source)
-        descriptor.label.data, descriptor.label.length = c_name, len(name)
-        # Without bounds checks kernels run 5 to 20% faster. Every kernel is tested with and without them.
-        handle = lib.wgpuDeviceCreateShaderModuleTrusted(self.raw._internal, descriptor, 0)
-        return type(module)(label, handle, self.raw)
 
     def _subgroup_size(self) -> int:
         """The largest workgroup that is a single subgroup, measured because drivers only report a range."""

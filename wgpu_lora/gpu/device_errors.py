@@ -91,18 +91,16 @@ class WrongResults(UserError):
         self.found = found
 
 
-LOST = "device is lost"  # in wgpu's messages
+LOST = "device is lost"  # in the backends' messages
 
 
 @contextmanager
 def raise_device_lost(name: str) -> Iterator[None]:
-    """Raises DeviceLost for what wgpu raises if the device is lost."""
-    import wgpu  # here, since commands start without it
-
+    """Raises DeviceLost for what a backend raises if the device is lost."""
     devices_in_use.append(name)
     try:
         yield
-    except (wgpu.GPUError, RuntimeError) as error:
+    except Exception as error:  # each backend has its own class
         if LOST in str(error).lower():
             raise DeviceLost(name) from error
         raise

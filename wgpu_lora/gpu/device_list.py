@@ -2,54 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import re
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import wgpu
-from wgpu.backends.wgpu_native import ffi, lib_path, lib_version_info
-
 from wgpu_lora.errors import UserError
-
-TYPEDEF = "typedef "
-
-
-def declare_only_used_types(ffi: Any) -> None:
-    """Parse names of types faster: cffi first declares all types of wgpu, which takes 34 ms for each of some 40 names.
-
-    Does nothing if cffi has no such parser.
-    """
-    parser: Any = getattr(ffi, "_parser", None)
-    if not (hasattr(parser, "parse_type_and_quals") and hasattr(parser, "_declarations")):
-        return
-    parse, declarations = parser.parse_type_and_quals, parser._declarations
-
-    def parse_used_types(text: str) -> Any:
-        typedefs = {TYPEDEF + name for name in re.findall(r"\w+", text)}
-        used = {key: type for key, type in declarations.items() if key in typedefs or not key.startswith(TYPEDEF)}
-        parser._declarations = used
-        try:
-            return parse(text)
-        finally:
-            declarations.update(used)  # parsing declares what is new
-            parser._declarations = declarations
-
-    parser.parse_type_and_quals = parse_used_types
-
-
-declare_only_used_types(ffi)
-
-# wgpu warns of this feature on discrete GPUs; here only offloaded activations use it, which belong into host memory.
-logging.getLogger("wgpu").addFilter(lambda record: "MAPPABLE_PRIMARY_BUFFERS" not in record.getMessage())
+from wgpu_lora.gpu.backends import SUBGROUP, Backend, MatrixConfiguration, backend
 
 KINDS = {"DiscreteGPU": "discrete", "IntegratedGPU": "integrated", "CPU": "software"}
 PREFERENCE = {"discrete": 0, "integrated": 1, "software": 2, "unknown": 3}
 MAPPABLE = "mappable-primary-buffers"  # storage buffers in the host's memory
 FEATURES_THAT_MATTER = (
-    "subgroup",
+    SUBGROUP,
     "shader-f16",
     "shader-int64",
     "timestamp-query",
@@ -66,19 +30,9 @@ LIMITS_THAT_MATTER = (
 )
 
 
-def native_version() -> str:
-    """The version of the wgpu-native library that wgpu loaded."""
-    return ".".join(map(str, lib_version_info))
-
-
-def native_library() -> Path:
-    """The file of the wgpu-native library that wgpu loaded."""
-    return Path(lib_path)
-
-
 @dataclass(frozen=True)
 class DeviceInfo:
-    """The properties of a device that `wgpu-lora info` shows."""
+    """The properties of a device that `wgpu-lora info` shows. backend: the interface that its driver has, as Vulkan."""
 
     index: int
     name: str
@@ -89,21 +43,14 @@ class DeviceInfo:
     features: tuple[str, ...]
     limits: dict[str, int]
     device_id: int = 0  # of the vendor; 0 if unknown
+    matrices: tuple[MatrixConfiguration, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def _enumerate() -> list[Any]:
-    adapters = wgpu.gpu.enumerate_adapters_sync()
-    native = [a for a in adapters if a.info["backend_type"] != "OpenGL"]
-    # OpenGL lists the same devices again, with fewer features.
-    return native or adapters
-
-
-def describe(index: int, adapter: Any) -> DeviceInfo:
-    info = adapter.info
-    features = set(adapter.features)
+def describe(index: int, adapter: Any, webgpu: Backend) -> DeviceInfo:
+    info, features = adapter.info, webgpu.features(adapter)
     return DeviceInfo(
         index=index,
         name=info["device"],
@@ -114,15 +61,17 @@ def describe(index: int, adapter: Any) -> DeviceInfo:
         features=tuple(f for f in FEATURES_THAT_MATTER if f in features),
         limits={name: int(adapter.limits[name]) for name in LIMITS_THAT_MATTER},
         device_id=info["device_id"],
+        matrices=webgpu.matrices(adapter),
     )
 
 
-def list_devices() -> list[DeviceInfo]:
+def list_devices(webgpu: Backend | None = None) -> list[DeviceInfo]:
     """All devices in a stable order: discrete GPUs first, software drivers last."""
-    return [describe(i, adapter) for i, adapter in enumerate(_sorted_adapters())]
+    webgpu = webgpu or backend()
+    return [describe(i, adapter, webgpu) for i, adapter in enumerate(_sorted_adapters(webgpu))]
 
 
-def _sorted_adapters() -> list[Any]:
+def _sorted_adapters(webgpu: Backend) -> list[Any]:
     def rank(adapter: Any) -> tuple[int, str, str]:
         info = adapter.info
         return (
@@ -131,10 +80,10 @@ def _sorted_adapters() -> list[Any]:
             info["device"],
         )
 
-    return sorted(_enumerate(), key=rank)
+    return sorted(webgpu.adapters(), key=rank)
 
 
-def choose(selector: str | int | None) -> tuple[DeviceInfo, Any]:
+def choose(selector: str | int | None, webgpu: Backend | None = None) -> tuple[DeviceInfo, Any]:
     """Selects a device; returns its info and its WebGPU adapter.
 
     Args:
@@ -144,8 +93,9 @@ def choose(selector: str | int | None) -> tuple[DeviceInfo, Any]:
     Raises:
         UserError: there is no device, or none matches.
     """
-    adapters = _sorted_adapters()
-    infos = [describe(i, a) for i, a in enumerate(adapters)]
+    webgpu = webgpu or backend()
+    adapters = _sorted_adapters(webgpu)
+    infos = [describe(i, a, webgpu) for i, a in enumerate(adapters)]
     if not infos:
         raise UserError(
             "No device was found: install your GPU's Vulkan driver (or Mesa's software one with "

@@ -6,8 +6,6 @@ import time
 from typing import Any
 
 import numpy as np
-import wgpu
-from wgpu.backends.wgpu_native import lib
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import raise_device_lost
@@ -32,8 +30,9 @@ class Timer:
         self.device = device
         self.clock = clock_of(device)
         if self.clock == "timestamps":
-            self._period = 1e-9 * lib.wgpuQueueGetTimestampPeriod(device.raw.queue._internal)
-            usage = wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC
+            self._period = device.webgpu.timestamp_period(device.raw)
+            uses = device.webgpu.api.BufferUsage
+            usage = uses.QUERY_RESOLVE | uses.COPY_SRC
             with raise_device_lost(device.info.name):
                 self._set = device.raw.create_query_set(type="timestamp", count=QUERIES)
                 self._resolved = device.raw.create_buffer(size=8 * QUERIES, usage=usage)

@@ -36,7 +36,7 @@ def devices_compute(proof: Proof, finding: Finding) -> str:
     value = proof.devices
     devices, used, different = value["devices"], value["used"], len(set(value["hardware"]))
     discrete = sum(device["kind"] == "discrete" for device in devices)
-    finding.figures = {name: value[name] for name in ("devices", "used", "computed", "wgpu_native")}
+    finding.figures = {name: value[name] for name in ("devices", "used", "computed", "webgpu")}
     finding.figures |= {"discrete": discrete, "required_discrete": proof.discrete}
     error = value.get("error", "wgpu found no device: no driver is installed, or none that works")
     finding.expect(devices, error)

@@ -39,7 +39,7 @@ DEVICES = 1
 ANSWERS = 7  # runs code that a model wrote
 GRADIENTS = 8
 LAST = 6  # watches all the others
-NO_DEVICES = {"devices": [], "hardware": [], "used": [], "asked": False, "computed": {}, "wgpu_native": None}
+NO_DEVICES = {"devices": [], "hardware": [], "used": [], "asked": False, "computed": {}, "webgpu": {}}
 
 
 def prove(
@@ -122,7 +122,7 @@ def write_report(result: Result, proof: Proof) -> None:
         "verdict": result.verdict,
         "seconds": round(sum(check.seconds for check in result.checks), 2),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
-        "wgpu_native": devices["wgpu_native"],
+        "webgpu": devices["webgpu"],
         "platform": platform.platform(),
         "commit": checkout and checkout["id"] + "+" * checkout["modified"],
         "command": sys.argv,

@@ -21,8 +21,9 @@ from wgpu_lora.demo.tasks import Functions
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.formats.peft_adapter import Matrices, read_adapter
+from wgpu_lora.gpu.backends import backend
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.device_list import DeviceInfo, choose, list_devices, native_version
+from wgpu_lora.gpu.device_list import DeviceInfo, choose, list_devices
 from wgpu_lora.gpu.reference_values import as_float64, nmse
 from wgpu_lora.gpu.single_kernel import SingleKernel
 from wgpu_lora.gpu.timer import Timer
@@ -69,7 +70,7 @@ def devices(port: EventWriter, *, select: str | None, discrete: int = 0) -> dict
         "used": used,
         "asked": select is not None,
         "computed": {index: multiply(index) for index in used},
-        "wgpu_native": native_version(),
+        "webgpu": backend().versions(),
     }
 
 

@@ -90,7 +90,7 @@ def facts_of(check: Check) -> dict[str, Any]:
     checks = [asdict(check if n == check.number else Check(n, "x", "passed", 0.0, "")) for n in range(1, 10)]
     return {"checks": checks, "proven": True, "outcome": "", "verdict": "", "date": "", "platform": "", "seconds": 1.0,
             "devices": [], "used": [], "used_on": "", "require_discrete": 0, "recipe": {"path": ""},
-            "commit": None, "wgpu_native": None, "versions": {}}  # fmt: skip
+            "commit": None, "webgpu": {}, "versions": {}}  # fmt: skip
 
 
 def test_a_page_shows_what_there_is() -> None:

@@ -33,7 +33,7 @@ from packaging.utils import canonicalize_name
 from wgpu_lora.assets import DEMO_MODEL, PACKAGE, combined, package_files, walk
 from wgpu_lora.atomic import file_digest, sha256
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.device_list import native_library, native_version
+from wgpu_lora.gpu.backends import WGPU, backend
 from wgpu_lora.installation import NAME
 from wgpu_lora.protect.hygiene.memory_protection import environment_at_start, system_file
 
@@ -67,8 +67,8 @@ def measurements() -> dict[str, Any]:
             "package": package_claims,
             "wgpu": {
                 "version": version("wgpu"),
-                "native_version": native_version(),
-                "native_sha256": file_digest(native_library()),
+                "native_version": backend(WGPU).versions()["wgpu-native"],
+                "native_sha256": file_digest(backend(WGPU).library()),
             },
             "python": python(),
             "dependencies": dependencies,

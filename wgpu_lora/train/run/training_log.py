@@ -12,7 +12,6 @@ from typing import Any
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.device_list import native_version
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.json_files import parse_object, to_json
 from wgpu_lora.track.secret_masking import masked
@@ -77,7 +76,7 @@ def environment(device: Device) -> Environment:
     info = device.info
     versions = {name: version(name) for name in PACKAGES}
     return Environment(
-        {"python": platform.python_version(), "wgpu-native": native_version(), **versions},
+        {"python": platform.python_version(), **device.webgpu.versions(), **versions},
         platform.platform(),
         UsedDevice(
             info.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cffi
 import pytest
 
-from wgpu_lora.gpu.device_list import declare_only_used_types
+from wgpu_lora.gpu.backends.wgpu_native import declare_only_used_types
 
 HEADER = """
 typedef unsigned int Flags;

@@ -1,0 +1,101 @@
+"""The WebGPU implementations that kernels can run on: wgpu-native, or Dawn where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.spelling import flag
+
+ENVIRONMENT = "WGPU_LORA_BACKEND"
+WGPU, DAWN, AUTO = "wgpu", "dawn", "auto"
+BACKENDS = (AUTO, WGPU, DAWN)
+SUBGROUP = "subgroup"  # wgpu-native's spelling of the feature, which all backends report
+
+
+@dataclass(frozen=True)
+class MatrixConfiguration:
+    """A product of subgroup matrices, m x k times k x n, that a device computes. Types are those of WGSL."""
+
+    m: int
+    n: int
+    k: int
+    inputs: str
+    sums: str
+
+
+class Backend(Protocol):
+    """A WebGPU implementation with wgpu-py's API.
+
+    Attributes:
+        name: as `--backend` has it.
+        api: the module, for flags and the classes of errors.
+    """
+
+    name: str
+    api: Any
+
+    def versions(self) -> dict[str, str]:
+        """Versions by library."""
+
+    def library(self) -> Path:
+        """The file that computes."""
+
+    def adapters(self) -> list[Any]:
+        """The devices of this machine that are not opened yet."""
+
+    def features(self, adapter: Any) -> frozenset[str]:
+        """Features of an adapter, in wgpu-native's spelling."""
+
+    def matrices(self, adapter: Any) -> tuple[MatrixConfiguration, ...]:
+        """The products of subgroup matrices that an adapter says it computes."""
+
+    def open(self, adapter: Any, features: list[str], limits: dict[str, int], checked: bool) -> Any:
+        """A device with these features. checked: whether shaders check the bounds of every access."""
+
+    def module(self, device: Any, code: str, label: str, checked: bool) -> Any:
+        """The shader module of a WGSL text. Raises `api.GPUError`."""
+
+    def wait(self, device: Any) -> None:
+        """Block until the queue of a device is empty."""
+
+    def timestamp_period(self, device: Any) -> float:
+        """Seconds of a timestamp's unit."""
+
+
+def installed(name: str) -> bool:
+    """Whether a backend's library is there."""
+    return name == WGPU or importlib.util.find_spec("wgpudawn") is not None
+
+
+def backend(name: str | None = None) -> Backend:
+    """A backend by name, by default the environment's (`WGPU_LORA_BACKEND`), else wgpu-native.
+
+    Raises:
+        UserError: there is no such backend, or it is not installed.
+    """
+    chosen = name or os.environ.get(ENVIRONMENT) or AUTO
+    if chosen not in BACKENDS:
+        raise UserError(f"There is no backend {chosen!r}: choose one of {', '.join(BACKENDS)}.")
+    if not installed(chosen):
+        raise UserError(
+            f"{flag('backend')} {chosen} is not installed: install it with \"pip install 'wgpu-lora[dawn]'\", or "
+            f"choose {WGPU}."
+        )
+    return _load(WGPU if chosen == AUTO else chosen)
+
+
+@cache
+def _load(name: str) -> Backend:
+    if name == DAWN:
+        from wgpu_lora.gpu.backends.dawn import Dawn
+
+        return Dawn()
+    from wgpu_lora.gpu.backends.wgpu_native import WgpuNative
+
+    return WgpuNative()
