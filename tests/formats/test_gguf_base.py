@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from support import FIXTURES
 from support.cli import flags
 from support.gguf_files import DEMO, demo_tokenizer, made_up, tensors_of, write_gguf
+from support.gguf_models import make_model
 from support.models import ARCHITECTURES, full_logits, golden, golden_rows
 from support.sampling import sample
 
@@ -154,6 +155,41 @@ def test_the_model_is_that_of_the_decoded_weights(device: Device, tmp_path: Path
     for name, weight in model.decoder.matrices():
         if not model.notes:
             np.testing.assert_array_equal(weight.values(device), tensors[name])
+
+
+def test_what_is_rounded_again_is_said(device: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By type and target; and by module, where others keep the type."""
+    kinds = {"token_embd": Kind.Q2_K, "attn_q": Kind.Q3_K}
+
+    def of(name: str, values: np.ndarray) -> tuple[np.ndarray, Kind]:
+        return quantized(kinds.get(name.removeprefix("blk.0.").removesuffix(".weight"), Kind.Q8_0))(name, values)
+
+    file = write_gguf(made_up(tmp_path / "source"), tmp_path / "model.gguf", quantize=of)
+    again = "which costs accuracy: use a file with other types, such as Q8_0"
+    assert open_model(str(file), device).rounding == [
+        "the embedding or LM head in Q2_K is rounded to f16",
+        f"the weights in Q3_K are rounded again, to nf4, {again}",
+    ]
+    assert len(open_model(str(file), device, "int8").rounding) == 1
+    assert not open_model(str(file), device, "f32").rounding
+
+    def wide(name: str, values: np.ndarray) -> tuple[np.ndarray, Kind]:
+        plain = values.ndim == 1 or values.shape[1] % 256 or "conv" in name
+        return (values, Kind.F32) if plain else quantized(Kind.Q4_K)(name, values)
+
+    heads = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 64, "value_head_dim": 64, "conv_kernel_dim": 4}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    stated = {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 128, "rope_parameters": rope}
+    stated |= {"tie_word_embeddings": True, **{f"linear_{name}": value for name, value in heads.items()}}
+    source = make_model(tmp_path / "qwen35", stated)
+    file = write_gguf(source, tmp_path / "qwen35.gguf", quantize=wide, tokenizer=demo_tokenizer)
+    (note,) = open_model(str(file), device).rounding
+    assert note == f"the weights in Q4_K of out_proj are rounded again, to nf4, {again}"
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    assert main(["evaluate", *flags(model=file, data=tmp_path / "rows.jsonl")]) == 0
+    assert note in " ".join(capsys.readouterr().out.split())
+    assert main(["generate", *flags(model=file, prompt="a", max_new_tokens=1)]) == 0
+    assert note in capsys.readouterr().err
 
 
 def test_tables_beyond_f16_are_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from wgpu_lora.cli.console import line
 from wgpu_lora.cli.training_progress import describe_tuning
 from wgpu_lora.text import count_noun, join_words
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES
+from wgpu_lora.weights.base_formats import GGUF
 
 if TYPE_CHECKING:
     from wgpu_lora.models.loaded_model import LoadedModel
@@ -120,11 +121,11 @@ def describe_model(job: Job[Any]) -> None:
 
 
 def _unquantized(model: LoadedModel) -> str:
-    """The matrices that are not in the base format, since they are small."""
-    dtype, names = model.decoder.embedding.dtype, model.config.kept_modules()
+    """The matrices that are not in the base format, since they are small. In a file's own types, all have theirs."""
+    dtype, names, base_dtype = model.decoder.embedding.dtype, model.config.kept_modules(), model.decoder.base_dtype
     return (
         f", {join_words(names)} in {dtype}"
-        if names and dtype != model.decoder.base_dtype and not model.config.packed
+        if names and dtype != base_dtype and base_dtype != GGUF and not model.config.packed
         else ""
     )
 

@@ -24,10 +24,11 @@ from wgpu_lora.gpu.device_errors import with_option_advice
 from wgpu_lora.gpu.program import allocate, missing_bytes, release
 from wgpu_lora.memory_leases import claim
 from wgpu_lora.models.decoder import Decoder
-from wgpu_lora.models.model_config import ModelConfig
+from wgpu_lora.models.model_config import ModelConfig, module_of
 from wgpu_lora.models.model_files import read_model
 from wgpu_lora.models.published_shapes import cut
 from wgpu_lora.names.spelling import setting
+from wgpu_lora.text import join_words
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.weights.base import BlockSource, Loading, Packed, scratch_bytes, write
 from wgpu_lora.weights.base_formats import AUTO, DEFAULT_FORMAT, GGUF, GGUF_PATTERN, base_format
@@ -66,19 +67,33 @@ class LoadedModel:
     def notes(self) -> list[str]:
         """Sentences for the user about parts of the model's files that are not used."""
         other_parts = self.checkpoint.skipped if isinstance(self.checkpoint, Checkpoint) else {}
-        notes = [note_of_skipped(other_parts)] if other_parts else []
-        base_dtype = self.decoder.base_dtype
-        kinds = self.checkpoint.quantised if isinstance(self.checkpoint, GGUFCheckpoint) else []
-        if base_dtype == GGUF:
-            kinds = [kind for kind in kinds if not re.fullmatch(GGUF_PATTERN, kind.lower())]
-            advice = "use a file without these types"
-            base_dtype = DEFAULT_FORMAT
-        else:
-            advice = f"leave out {setting('base_dtype', base_dtype)}"
-        if kinds and base_dtype not in ("bf16", "f16", "f32"):
-            notes.append(
-                f"the weights in {', '.join(kinds)} are rounded again, to {base_dtype}, which costs accuracy: {advice}"
-            )
+        return [*([note_of_skipped(other_parts)] if other_parts else []), *self.rounding]
+
+    @property
+    def rounding(self) -> list[str]:
+        """Sentences for the user about quantised weights of a GGUF file that are rounded again."""
+        if not isinstance(self.checkpoint, GGUFCheckpoint):
+            return []
+        base_dtype, kept, notes = self.decoder.base_dtype, set(), []
+        rounded: dict[str, dict[str, set[str]]] = {}  # base format -> type in the file -> names of modules
+        for name, weight in self.decoder.matrices():
+            kind = self.checkpoint.quantised(name)
+            if kind and kind.lower() == weight.format:
+                kept.add(kind)
+            elif kind:
+                module = module_of(name).rpartition(".")[2]
+                rounded.setdefault(weight.format, {}).setdefault(kind, set()).add(module)
+        for target, modules in rounded.items():
+            # Of a type that others keep: in Qwen3.5's out_proj, the file's order of heads may divide blocks.
+            of = [f"{kind}{f' of {join_words(sorted(modules[kind]))}' * (kind in kept)}" for kind in sorted(modules)]
+            if target not in DTYPES.values():
+                advice = f"leave out {setting('base_dtype', base_dtype)}"
+                advice = "use a file with other types, such as Q8_0" if base_dtype == GGUF else advice
+                notes.append(
+                    f"the weights in {', '.join(of)} are rounded again, to {target}, which costs accuracy: {advice}"
+                )
+            elif base_dtype == GGUF:
+                notes.append(f"the embedding or LM head in {', '.join(of)} is rounded to {target}")
         return notes
 
     @with_option_advice()

@@ -148,6 +148,8 @@ class ChatSession:
             )
             how = "in Alpaca's wording" if self.chat.prompt_format == "alpaca" else "as plain text"
             self.say(f"{why}: it gets every message {how}, without the earlier ones.")
+        for note in self.chat.model.rounding:
+            self.say(f"[{note}]")
         try:
             with self._signals():
                 while self._turn():

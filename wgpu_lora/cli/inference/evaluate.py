@@ -168,8 +168,8 @@ def evaluate(
         opened = load(model_of(adapters, model), device=device, base_dtype=base_dtype)
         rows = evaluation_rows(row_options, list(adapters.values()), opened.config.max_position_embeddings)
         options |= {name: getattr(rows, name) for name in row_options}
-        if rows.note and not as_json:
-            line("note", rows.note)
+        for note in () if as_json else (*opened.rounding, *([rows.note] if rows.note else [])):
+            line("note", note)
         with Bar("loading", opened.tensors_to_load()) as loading, Bar("evaluating", None, " rows") as evaluating:
             options["events"] = _Shown(loading, evaluating)
             if comparison:

@@ -140,7 +140,8 @@ def generate(
     slots = slots_of(adapters, compare) if comparison else {next(iter(adapters), BASE): 0 if adapters else None}
     opened = open_model(model_of(adapters, model), device, base_dtype)
     inputs = [request.prompt for request in requests]
-    for note in prompt_notes(tokenizer_of(opened), inputs, generation.prompt_format, adapters.values()):
+    of_prompts = prompt_notes(tokenizer_of(opened), inputs, generation.prompt_format, adapters.values())
+    for note in (*opened.rounding, *of_prompts):
         _note(note)
     with Bar("loading", opened.tensors_to_load()) as bar:
         if len(requests) == 1 and not (comparison or output or prompts):

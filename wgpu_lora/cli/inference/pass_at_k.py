@@ -66,6 +66,8 @@ def evaluate_checks(
     source = heldout_data(data, split, dataset_config)
     problems = read_problems(source)
     opened = open_model(model_of(adapters, model), *opening)
+    for note in opened.rounding:
+        _note(note)
     if settings["enable_thinking"] is None:  # as in training
         limit = opened.config.max_position_embeddings
         settings["enable_thinking"] = evaluation_rows({}, list(adapters.values()), limit).enable_thinking

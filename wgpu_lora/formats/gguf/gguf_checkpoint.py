@@ -62,10 +62,10 @@ class GGUFCheckpoint:
         """The tensors' names, sorted."""
         return sorted(self._tensors)
 
-    @property
-    def quantised(self) -> list[str]:
-        """The types of its quantised tensors, such as Q4_K, sorted."""
-        return sorted({tensor.kind.name for tensor in self._tensors.values()} - {kind.name for kind in PLAIN})
+    def quantised(self, name: str) -> str | None:
+        """The type of a quantised tensor, such as Q4_K; None if it has plain values."""
+        kind = self._tensors[name].kind
+        return None if kind in PLAIN else kind.name
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._stored_as[name].shape
