@@ -25,8 +25,9 @@ from wgpu_lora.gpu.kernel import F32, REGISTRY, U32
 from wgpu_lora.gpu.reference_values import as_float64
 from wgpu_lora.gpu.single_kernel import SingleKernel
 from wgpu_lora.gpu.struct import struct_array, struct_columns, struct_words, wgsl_struct
-from wgpu_lora.gpu.tiling import Capabilities, Tiling
+from wgpu_lora.gpu.tiling import WORKGROUP, Capabilities, Tiling
 from wgpu_lora.ops.elementwise import fill
+from wgpu_lora.ops.matmul import FILE
 
 NMSE = 1e-11  # mean squared error over the mean square of the reference: 3e-6 relative, a few dozen roundings of f32
 WORST = 1e-5  # of (|value| + root mean square), for any one value
@@ -129,6 +130,30 @@ def check(case: Case, rng: np.random.Generator, tilings: Sequence[Tiling], *devi
 def test_kernel(device: Device, checked_device: Device, case: Case, rng: np.random.Generator) -> None:
     """The core case of each kernel also with the driver's own bounds checks, within WebGPU's default limits."""
     check(case, rng, main_tilings(device, case), device, *([checked_device] if case in CORE else []))
+
+
+PRODUCTS = [case for case in ALL if case.kernel.file == FILE and "slots" not in case.constants and not case.rare]
+SHARED = {size: Tiling(WORKGROUP, size, 8, 8, 16) for size in (64, 128)}
+SMALL = Tiling(WORKGROUP, 64, 4, 4, 8)  # the same text with fewer registers, since CPU drivers are slow to compile it
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.label) for case in PRODUCTS])
+def test_products_through_workgroup_memory(
+    device: Device, checked_device: Device, case: Case, rng: np.random.Generator
+) -> None:
+    """In the family `workgroup`, which CPU drivers are not offered."""
+    whole = case in CORE and case.kernel.name.startswith(("nf4", "matmul"))
+    check(case, rng, [SMALL, *(SHARED.values() if whole else ())], checked_device if case in CORE else device)
+
+
+def test_a_gpu_without_subgroups_multiplies_through_workgroup_memory() -> None:
+    case = next(case for case in PRODUCTS if case.kernel.name == "nf4_matmul")
+    call = {**case.constants, "m": 512}
+    assert case.kernel.tilings(Capabilities(0), call)[0] == SHARED[64]
+    assert case.kernel.tilings(Capabilities(0, software=True), call)[0].family == "plain"
+    assert case.kernel.tilings(Capabilities(0), {**call, "m": 1})[0].family == "plain"
+    assert SHARED[64] in case.kernel.tilings(Capabilities(32), call)
+    assert SHARED[64] not in case.kernel.tilings(Capabilities(32, registers=80), call)
 
 
 SHADERS = {f"shaders/{kernel.file}" for kernel in REGISTRY.values()}

@@ -6,12 +6,14 @@ import difflib
 import os
 import re
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.backends import BACKENDS, DAWN, ENVIRONMENT, check
 from wgpu_lora.names.aliases import advice, aliases_of, foreign_option_advice
 from wgpu_lora.names.foreign_options import COMMANDS
 from wgpu_lora.names.spelling import flag
@@ -37,8 +39,15 @@ class Command(TyperCommand):
     """A command that knows other programs' names of its options, and turns every mistake into a UserError.
 
     Underscores may replace dashes (`token_normalize_func` of the root), and a switch may be followed by true or false.
-    An empty value is an error, since an unset shell variable causes it.
+    An empty value is an error, since an unset shell variable causes it. Beside `--device`, a command has `--backend`.
     """
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        for place, parameter in enumerate(self.params):
+            if parameter.name == "device":
+                self.params.insert(place + 1, _backend_option(parameter))
+                break
 
     def make_parser(self, ctx: Any) -> Any:
         parser = super().make_parser(ctx)
@@ -154,6 +163,25 @@ class Group(TyperGroup):
         if name in self.commands or ctx.resilient_parsing or name.startswith("-"):
             return super().resolve_command(ctx, args)
         raise UserError(unknown_command(args[0], list(self.commands), ctx.command_path))
+
+
+def _backend_option(device: Any) -> Any:
+    """`--backend`, made from `--device`: of this process and those that it starts, so it is in the environment."""
+    result = copy(device)
+    result.name, result.opts, result.secondary_opts = "backend", ["--backend"], []
+    result.metavar, result.expose_value = "|".join(BACKENDS), False
+    result.help = (
+        f"WebGPU implementation: wgpu-native or, with 'wgpu-lora[{DAWN}]', Dawn, which has matrix units. auto: Dawn "
+        "where it is installed and computes them right."
+    )
+
+    def choose(_context: Any, _option: Any, value: str | None) -> None:
+        if value is not None:
+            check(value)
+            os.environ[ENVIRONMENT] = value
+
+    result.callback = choose
+    return result
 
 
 class AliasedOption:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 LARGEST = 1 << 16  # sanity limit for the sizes in untrusted JSON
-PLAIN = "plain"
+PLAIN, WORKGROUP = "plain", "workgroup"
 SUBGROUPS = frozenset({"broadcast", "thin", "few", "spread"})  # families whose workgroup is one subgroup
 
 
@@ -35,10 +35,11 @@ class Capabilities:
 class Tiling:
     """One way to divide a call's work; `tile` in templates. Fields that a kernel does not use keep their defaults.
 
-    family: `broadcast`, `thin`, `few` and `spread`, where a workgroup is one subgroup whose lanes share their loads, or
-        `plain`, where each thread loads for itself. A file in `shaders/matmul/families/`, or directory in
-        `shaders/attention/`. `thin` is `broadcast` with y's rows and columns exchanged, `few` is `plain` in slices.
-    lanes: threads per workgroup.
+    family: `broadcast`, `thin`, `few` and `spread`, where a workgroup is one subgroup whose lanes share their loads,
+        `workgroup`, whose threads share them through workgroup memory, or `plain`, where each loads for itself. A file
+        in `shaders/matmul/families/`, or directory in `shaders/attention/`. `thin` is `broadcast` with y's rows and
+        columns exchanged, `few` is `plain` in slices.
+    lanes: threads per workgroup; of `workgroup`, a square or two.
     rows: rows of a workgroup's tile; of a lane, where attention is not spread.
     cols: columns per lane; in attention, columns of a vector; in kernels without columns, vectors per thread.
     slices: parts of the contraction that a workgroup's lanes compute at the same time, each for the same columns.
@@ -58,6 +59,18 @@ class Tiling:
     def subgroup(self) -> int:
         """Lanes that share their loads, or 0."""
         return self.lanes if self.family in SUBGROUPS else 0
+
+    @property
+    def width(self) -> int:
+        """Threads of a workgroup that own different columns of a product."""
+        if self.family == WORKGROUP:
+            return 1 << (self.lanes.bit_length() // 2)
+        return self.lanes // self.slices
+
+    @property
+    def height(self) -> int:
+        """Threads of a workgroup that own different rows of a product."""
+        return self.lanes // self.slices // self.width
 
     @property
     def label(self) -> str:

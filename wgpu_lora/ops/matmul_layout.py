@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.gpu.tiling import WORKGROUP, Tiling
 
 DENSE = ("f32", "bf16", "f16")
 
@@ -130,6 +130,7 @@ class Layout:
     vectors: of a lane's columns. words: of a packed format, see operands/packed.wgsl.j2.
     y_row: offset of a row of y. bias, codes, scales: where a part's begin, before '+'.
     matrix: a packed W (operands/packed.wgsl.j2).
+    tiled: whether a workgroup's threads load for each other.
     neighbours: columns of a lane that are side by side. pairs: whether they are by twos at least.
     """
 
@@ -152,6 +153,7 @@ class Layout:
     codes: str
     scales: str
     matrix: str
+    tiled: bool
     neighbours: int
     pairs: bool
     left: Operand
@@ -190,6 +192,7 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
 
     # Neighbouring columns are loaded, or stored, together.
     packed_columns = format == "packed" and orientation == "nn"
+    tiled = tile.family == WORKGROUP
     fours = tile.cols % 4 == 0 and across and quads and tile.wide
     by_word = packed_columns or (format == "dense" and orientation == "nn" and (a_type if thin else b_type) != "f32")
     even = quads and across if thin else c["even"]
@@ -215,14 +218,14 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
         whole=tile.slices == 1, parameters=", first: u32", arguments=", h0", slots=True,
     )  # fmt: skip
     row, factor_width = "dims.rank" if orientation == "nt" else "dims.n", width
-    if packed_columns:
+    if packed_columns or tiled:
         factor_width = 4 if tile.cols % 4 == 0 and c["octets"] and low else 2 if c["even"] else 1
     factor = Operand("factor", "f32", "read", low, row, "dims.rank", base="f0 + ", last="dims.rank", width=factor_width)
 
     row_of_y = f"({n} + dims.y_skip) + dims.y_first" if "y_skip" in dims and not across else n
     part_of_y = "slot * dims.stride + " if across else "part_y + " if by_columns and not gated else ""
     shape = f"{n}, dims.k" if form == "nt" else f"{k}, dims.n"
-    place = "part_b, part_scales" if stacked else "0u, 0u"
+    place = f"part_b, {'0u' if format == 'dense' else 'part_scales'}" if stacked else "0u, 0u"
     if "w_skip" in dims and not stacked:
         place, shape = "dims.w_first, dims.w_first", shape.replace(",", " + dims.w_skip,")
     return Layout(
@@ -245,12 +248,13 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
         codes="part_b + " if stacked else "",
         scales="part_scales + " if stacked else "",
         matrix=f"Matrix({place}, {shape})",
-        neighbours=tile.cols if packed_columns else width,
+        tiled=tiled,
+        neighbours=tile.cols if packed_columns or tiled else width,
         pairs=pairs,
         left=left,
         right=right,
         h=h,
         factor=factor,
-        words=words_of(c["planes"], tile.cols if packed_columns else 8) if format == "packed" else (),
+        words=words_of(c["planes"], tile.cols if packed_columns and not tiled else 8) if format == "packed" else (),
         vectors=vectors_of(tile.cols),
     )

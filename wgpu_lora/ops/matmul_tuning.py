@@ -13,7 +13,7 @@ from wgpu_lora.gpu import reference_values
 from wgpu_lora.gpu.kernel import Variants, cdiv
 from wgpu_lora.gpu.reference_values import random_values
 from wgpu_lora.gpu.tensor import ITEM_BYTES
-from wgpu_lora.gpu.tiling import Arrays, Capabilities, Constants, Tiling
+from wgpu_lora.gpu.tiling import WORKGROUP, Arrays, Capabilities, Constants, Tiling
 from wgpu_lora.ops.matrix_stack import factor_region, joined, region, sizes, split
 
 FEW_ROWS = 8
@@ -40,6 +40,19 @@ def narrow(count: int) -> tuple[int, int]:
     return (tile, 8 if tile <= 16 else 4)
 
 
+def through_workgroup(capabilities: Capabilities, c: Any) -> list[Tiling]:
+    """Tilings of the family `workgroup`, for products of many rows that fit a device's registers and memory."""
+    if c.form == "tn" or hasattr(c, "slots") or c.m <= 2 * FEW_ROWS:
+        return []
+    sums = 2 if getattr(c, "gated", False) else 1
+    shapes = (64, 8), (128, 8), (64, 4)  # threads, and columns of each
+    return [
+        Tiling(WORKGROUP, threads, 8, cols, 16)
+        for threads, cols in shapes
+        if sums * 8 * cols + 32 <= capabilities.registers
+    ]
+
+
 def tilings(
     span: int, *shapes: tuple[int, int], cpu_span: int | None = None, owners: int = 8, beside: int = 0
 ) -> Variants:
@@ -50,7 +63,8 @@ def tilings(
     beside: registers of a lane besides its sums, without 64-bit loads, by the compilers' table (`make gpu-compilers`).
         Tilings that need more than a device has are left out.
 
-    Without subgroups a workgroup has 32 independent lanes. Products of few rows, as in decoding, get tiles of at most
+    Without subgroups, threads of a GPU load for each other through workgroup memory, which CPU drivers are slow at: on
+    those, a workgroup has 32 independent lanes. Products of few rows, as in decoding, get tiles of at most
     that many rows. On a CPU rounds are longer, so that every lane loads part of a. On a GPU the lanes divide the
     contraction of a forward product (the family `few`), since its columns alone are work for a few of the GPU's units.
 
@@ -64,8 +78,9 @@ def tilings(
             few = 1 << (c.m - 1).bit_length()
             chosen, steps = ((few, 4), (few, 2)), max(span, 32 // few)
         plain = Tiling("plain", 32, rows=min(chosen[0][0], 8), cols=4, span=span)
+        shared = [] if capabilities.software else through_workgroup(capabilities, c)
         if size not in (4, 8, 16, 32, 64):
-            return [plain, replace(plain, cols=2)]
+            return [*shared, plain, replace(plain, cols=2)]
         result = [Tiling("broadcast", size, rows, cols, steps) for rows, cols in chosen]
         if c.form == "nt" and c.m <= FEW_ROWS and not capabilities.software and size > owners:
             result = [
@@ -81,7 +96,7 @@ def tilings(
                 if hasattr(c, "slots") and c.n < 8 * size:
                     wide.insert(0, Tiling(THIN_TILES, size, *narrow(c.n), span, wide=True))
             fitting = [*wide, *fitting] if capabilities.software else [*fitting, *wide]
-        return [*fitting, plain]
+        return [*fitting, *shared, plain]
 
     return variants
 
@@ -97,7 +112,7 @@ def dense_operand(c: Constants, rng: np.random.Generator) -> Arrays:
 
 def block(tiling: Tiling) -> tuple[int, int]:
     """(rows, columns) of y that a workgroup computes."""
-    tile = tiling.rows, tiling.lanes // tiling.slices * tiling.cols
+    tile = tiling.rows * tiling.height, tiling.width * tiling.cols
     return (tile[1], tile[0]) if tiling.family == THIN_TILES else tile
 
 

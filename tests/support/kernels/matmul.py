@@ -9,6 +9,7 @@ import numpy as np
 from support.kernels import SLOT_ROWS, SLOTS, Arrays, add, synthetic, u32, unslotted
 from wgpu_lora.gpu.kernel import Kernel, cdiv
 from wgpu_lora.ops import matmul
+from wgpu_lora.ops.matmul_tuning import block
 from wgpu_lora.ops.matrix_stack import factor_region
 from wgpu_lora.weights.nf4 import nf4_products
 
@@ -34,7 +35,7 @@ def product(
         arrays = synthetic(kernel, rng, shape, *(name for name, there in optional.items() if not there))
         return {**arrays, "count": u32(count)} if count else arrays
 
-    spared = (lambda tiling: cdiv(count, tiling.rows) * tiling.rows) if count else None
+    spared = (lambda tiling: cdiv(count, block(tiling)[0]) * block(tiling)[0]) if count else None
     add(kernel, make, spared, rare=rare, slow=slow, **shape)
 
 

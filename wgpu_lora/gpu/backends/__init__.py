@@ -70,7 +70,18 @@ class Backend(Protocol):
 
 def installed(name: str) -> bool:
     """Whether a backend's library is there."""
-    return name == WGPU or importlib.util.find_spec("wgpudawn") is not None
+    return name != DAWN or importlib.util.find_spec("wgpudawn") is not None
+
+
+def check(name: str) -> None:
+    """Raises UserError if there is no such backend, or it is not installed."""
+    if name not in BACKENDS:
+        raise UserError(f"There is no backend {name!r}: choose one of {', '.join(BACKENDS)}.")
+    if name == DAWN and not installed(DAWN):
+        raise UserError(
+            f"{flag('backend')} {name} is not installed: install it with \"pip install 'wgpu-lora[dawn]'\", or "
+            f"choose {WGPU}."
+        )
 
 
 def backend(name: str | None = None) -> Backend:
@@ -80,13 +91,7 @@ def backend(name: str | None = None) -> Backend:
         UserError: there is no such backend, or it is not installed.
     """
     chosen = name or os.environ.get(ENVIRONMENT) or AUTO
-    if chosen not in BACKENDS:
-        raise UserError(f"There is no backend {chosen!r}: choose one of {', '.join(BACKENDS)}.")
-    if not installed(chosen):
-        raise UserError(
-            f"{flag('backend')} {chosen} is not installed: install it with \"pip install 'wgpu-lora[dawn]'\", or "
-            f"choose {WGPU}."
-        )
+    check(chosen)
     return _load(WGPU if chosen == AUTO else chosen)
 
 
