@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 LARGEST = 1 << 16  # sanity limit for the sizes in untrusted JSON
-PLAIN, WORKGROUP = "plain", "workgroup"
+PLAIN, WORKGROUP, MATRIX = "plain", "workgroup", "matrix"
 SUBGROUPS = frozenset({"broadcast", "thin", "few", "spread"})  # families whose workgroup is one subgroup
 
 
@@ -36,8 +36,8 @@ class Tiling:
     """One way to divide a call's work; `tile` in templates. Fields that a kernel does not use keep their defaults.
 
     family: `broadcast`, `thin`, `few` and `spread`, where a workgroup is one subgroup whose lanes share their loads,
-        `workgroup`, whose threads share them through workgroup memory, or `plain`, where each loads for itself. A file
-        in `shaders/matmul/families/`, or directory in `shaders/attention/`. `thin` is `broadcast` with y's rows and
+        `workgroup`, whose threads share them through workgroup memory, `matrix`, the same for matrix units, or `plain`,
+        where each loads for itself. A file in `shaders/matmul/families/`, or directory in `shaders/attention/`. `thin` is `broadcast` with y's rows and
         columns exchanged, `few` is `plain` in slices.
     lanes: threads per workgroup; of `workgroup`, a square or two.
     rows: rows of a workgroup's tile; of a lane, where attention is not spread.
@@ -45,6 +45,7 @@ class Tiling:
     slices: parts of the contraction that a workgroup's lanes compute at the same time, each for the same columns.
     span: contraction steps per round; in attention, rows of the other side per step, or per lane and step.
     wide: whether to use 64-bit loads, which is faster where a driver loads every scalar separately.
+    subgroups, m, n, k: of `matrix`, subgroups of a workgroup, and the sizes of their products.
     """
 
     family: str = PLAIN
@@ -54,6 +55,10 @@ class Tiling:
     span: int = 1
     slices: int = 1
     wide: bool = False
+    subgroups: int = 1
+    m: int = 1
+    n: int = 1
+    k: int = 1
 
     @property
     def subgroup(self) -> int:
@@ -63,7 +68,7 @@ class Tiling:
     @property
     def width(self) -> int:
         """Threads of a workgroup that own different columns of a product."""
-        if self.family == WORKGROUP:
+        if self.family in (WORKGROUP, MATRIX):
             return 1 << (self.lanes.bit_length() // 2)
         return self.lanes // self.slices
 

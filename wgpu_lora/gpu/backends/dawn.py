@@ -14,6 +14,9 @@ from wgpu_lora.gpu.backends import DAWN, SUBGROUP, MatrixConfiguration
 
 SUBGROUPS, MATRICES = "subgroups", "chromium-experimental-subgroup-matrix"  # Dawn's spellings
 SIZE_CONTROL = "subgroup-size-control"
+MATRIX_HEAD = """enable chromium_experimental_subgroup_matrix;
+diagnostic(off, chromium.subgroup_matrix_uniformity);
+"""
 
 
 class Dawn:
@@ -56,8 +59,11 @@ class Dawn:
         )
 
     def module(self, device: Any, code: str, label: str, checked: bool) -> Any:
-        if "subgroup" in code:
-            # Kernels broadcast under bounds that are the same in all lanes, which Tint cannot prove.
+        # Kernels broadcast, and store matrices, under bounds that are the same in all lanes, which Tint cannot prove.
+        if "subgroup_matrix" in code:
+            size = code.partition("@subgroup_size")[1] and "enable subgroup_size_control;\n"
+            code = f"enable f16;\nenable subgroups;\n{size}{MATRIX_HEAD}{code}"
+        elif "subgroup" in code:
             code = f"enable subgroups;\ndiagnostic(off, subgroup_uniformity);\n{code}"
         return device.create_shader_module(code=code, label=label)
 
