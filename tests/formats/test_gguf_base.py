@@ -190,6 +190,16 @@ def test_what_is_rounded_again_is_said(device: Device, tmp_path: Path, capsys: p
     assert note in " ".join(capsys.readouterr().out.split())
     assert main(["generate", *flags(model=file, prompt="a", max_new_tokens=1)]) == 0
     assert note in capsys.readouterr().err
+    taught = {"model": file, "teacher": file, "teacher_base_dtype": "nf4", "objective": "kd", "max_steps": 1}
+    assert main(["plan", *flags(**taught, data=tmp_path / "rows.jsonl")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "of the teacher, the weights in Q4_K are rounded again, to nf4" in shown
+    assert "leave out --teacher-base-dtype nf4" in shown
+
+
+def test_a_shape_has_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "list", "--base-dtype", "gguf"]) == 2
+    assert "give one as --model, or a single type such as q8_0 for a shape" in capsys.readouterr().err
 
 
 def test_tables_beyond_f16_are_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import line
 from wgpu_lora.cli.training_progress import describe_tuning
+from wgpu_lora.names.spelling import naming, with_renamed_options
 from wgpu_lora.text import count_noun, join_words
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES
 from wgpu_lora.weights.base_formats import GGUF
@@ -34,7 +35,9 @@ def describe_runs(job: Job[Any]) -> None:
     from wgpu_lora.data.row_counts import SKIPPED
 
     model = job.session.model
-    for note in (*model.notes, *(model.tokenizer.notes if model.tokenizer else ())):
+    with naming(with_renamed_options({"base_dtype": "teacher_base_dtype"})):
+        of_teachers = [f"of the teacher, {note}" for one in job.session.teachers.models for note in one.rounding]
+    for note in (*model.notes, *(model.tokenizer.notes if model.tokenizer else ()), *of_teachers):
         line("note", note)
     for run in job.runs:
         mark = f"{run.name}: " if run.name else ""

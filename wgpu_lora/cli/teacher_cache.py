@@ -81,6 +81,8 @@ def teacher_cache(
         if as_json:
             return
         rows, positions = count_noun(len(plan.rows), "row"), count_noun(plan.header.positions, "position")
+        for note in opened.rounding:
+            line("note", note)
         line("cache", f"{rows}, {positions} of {plan.position_bytes:,} bytes: {plan.bytes:,} bytes in {output}")
         if finished_rows:
             line("resumed", f"{finished_rows:,} of {rows} are finished")

@@ -253,7 +253,8 @@ class GGUFFile:
 
     def declare(self, shape: tuple[int, int], name: str, shared: Shared, packed: Packed | None = None) -> Weight:
         raise UserError(
-            f"{setting('base_dtype', GGUF)} is for GGUF files: leave it out, or give one as {flag('model')}."
+            f"{setting('base_dtype', GGUF)} is for GGUF files: give one as {flag('model')}, or a single type such as "
+            "q8_0 for a shape."
         )
 
     def round_trip(self, w: np.ndarray) -> np.ndarray:
