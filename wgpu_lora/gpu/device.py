@@ -120,6 +120,9 @@ class Device:
             int64="shader-int64" in features,
             workgroup_bytes=int(self.raw.limits["max-compute-workgroup-storage-size"]),
             software=self.info.kind == "software",
+            matrix=next((one for one in self.info.matrices if (one.inputs, one.sums) == ("f16", "f32")), None)
+            if {SUBGROUP, "shader-f16"} <= set(features)
+            else None,
             registers=128 if "Apple" in self.info.name else 256,  # Metal and Honeykrisp say no vendor of their own
         )
 

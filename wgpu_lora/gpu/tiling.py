@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from wgpu_lora.gpu.backends import MatrixConfiguration
+
 LARGEST = 1 << 16  # sanity limit for the sizes in untrusted JSON
 PLAIN, WORKGROUP, MATRIX = "plain", "workgroup", "matrix"
 SUBGROUPS = frozenset({"broadcast", "thin", "few", "spread"})  # families whose workgroup is one subgroup
@@ -21,6 +23,7 @@ class Capabilities:
     workgroup_bytes: workgroup memory.
     software: whether the driver runs on the CPU.
     registers: 32-bit values that a lane can hold before a compiler spills them to memory.
+    matrix: the product of f16 matrices with sums in f32 that the device has units for, or None.
     """
 
     subgroup_size: int
@@ -29,6 +32,7 @@ class Capabilities:
     workgroup_bytes: int = 16384  # WebGPU's default limit
     software: bool = False
     registers: int = 256
+    matrix: MatrixConfiguration | None = None
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,8 @@ class Tiling:
 
     family: `broadcast`, `thin`, `few` and `spread`, where a workgroup is one subgroup whose lanes share their loads,
         `workgroup`, whose threads share them through workgroup memory, `matrix`, the same for matrix units, or `plain`,
-        where each loads for itself. A file in `shaders/matmul/families/`, or directory in `shaders/attention/`. `thin` is `broadcast` with y's rows and
-        columns exchanged, `few` is `plain` in slices.
+        where each loads for itself. A file in `shaders/matmul/families/`, or directory in `shaders/attention/`. `thin`
+        is `broadcast` with y's rows and columns exchanged, `few` is `plain` in slices.
     lanes: threads per workgroup; of `workgroup`, a square or two.
     rows: rows of a workgroup's tile; of a lane, where attention is not spread.
     cols: columns per lane; in attention, columns of a vector; in kernels without columns, vectors per thread.

@@ -12,11 +12,17 @@ from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.reference_values import as_float64, nmse
 from wgpu_lora.gpu.single_kernel import SingleKernel
-from wgpu_lora.gpu.tiling import Constants, Tiling, Tunable
+from wgpu_lora.gpu.tiling import MATRIX, Constants, Tiling, Tunable
 from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices, Verdict
 from wgpu_lora.gpu.verdicts import verdicts_of
 
 NMSE = 1e-10  # limit of a tiling's error against the float64 reference
+MATRIX_NMSE = 1e-6  # of weights that are rounded to f16: 1e-3 relative
+
+
+def limit_of(tiling: Tiling) -> float:
+    """The limit of a tiling's error against the float64 reference."""
+    return MATRIX_NMSE if tiling.family == MATRIX else NMSE
 
 
 def check_tilings(device: Device, programs: Iterable[Program], choices: Choices = NO_CHOICES) -> None:
@@ -48,7 +54,7 @@ def cut_verdict(device: Device, call: Dispatch, tiling: Tiling) -> Verdict:
     try:
         single = single_call(device, call, small, tiling)
     except ShaderError as error:
-        return verdicts.settle(call, tiling, None, NMSE, error.reason)
+        return verdicts.settle(call, tiling, None, limit_of(tiling), error.reason)
     try:
         single.run()
         arrays = {name: as_float64(array) for name, array in single.arrays.items()}
@@ -61,7 +67,7 @@ def cut_verdict(device: Device, call: Dispatch, tiling: Tiling) -> Verdict:
         ]
     finally:
         single.free()
-    return verdicts.settle(call, tiling, float(np.max(errors)), NMSE)
+    return verdicts.settle(call, tiling, float(np.max(errors)), limit_of(tiling))
 
 
 def single_call(device: Device, call: Dispatch, constants: Constants, tiling: Tiling) -> SingleKernel:

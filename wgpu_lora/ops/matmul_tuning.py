@@ -13,10 +13,11 @@ from wgpu_lora.gpu import reference_values
 from wgpu_lora.gpu.kernel import Variants, cdiv
 from wgpu_lora.gpu.reference_values import random_values
 from wgpu_lora.gpu.tensor import ITEM_BYTES
-from wgpu_lora.gpu.tiling import WORKGROUP, Arrays, Capabilities, Constants, Tiling
+from wgpu_lora.gpu.tiling import MATRIX, WORKGROUP, Arrays, Capabilities, Constants, Tiling
 from wgpu_lora.ops.matrix_stack import factor_region, joined, region, sizes, split
 
 FEW_ROWS = 8
+MOST_THREADS = 256  # of a workgroup, WebGPU's default limit
 CPU_LANES = 8  # lavapipe's own; with others, its shuffles are slow to run and large tiles slow to compile
 THIN_TILES = "thin"  # the family of LoRA's products of few columns
 BLOCK = 64  # a part of a product keeps or drops this many columns together, as a block of scales
@@ -53,6 +54,26 @@ def through_workgroup(capabilities: Capabilities, c: Any) -> list[Tiling]:
     ]
 
 
+def on_matrix_units(capabilities: Capabilities, c: Any) -> list[Tiling]:
+    """Tilings of the family `matrix`, for products of many rows of f16."""
+    unit = capabilities.matrix
+    if unit is None or getattr(c, "a_type", "f32") != "f16" or c.form == "tn" or c.m <= 2 * FEW_ROWS:
+        return []
+    result = []
+    for rows, columns, subgroups in ((128, 128, 8), (128, 64, 8), (64, 64, 4)):
+        one = Tiling(MATRIX, subgroups * unit.lanes, span=32, subgroups=subgroups, m=unit.m, n=unit.n, k=unit.k)
+        one = replace(one, rows=rows // one.height, cols=columns // one.width)
+        memory = 8 * (rows + columns) * (one.span // 4 + 1) + 1024  # bytes
+        sums = 3 if getattr(c, "gated", False) else 2
+        if (
+            one.lanes <= MOST_THREADS
+            and memory <= capabilities.workgroup_bytes
+            and sums * one.rows * one.cols + 72 <= capabilities.registers
+        ):
+            result.append(one)
+    return result
+
+
 def tilings(
     span: int, *shapes: tuple[int, int], cpu_span: int | None = None, owners: int = 8, beside: int = 0
 ) -> Variants:
@@ -78,9 +99,10 @@ def tilings(
             few = 1 << (c.m - 1).bit_length()
             chosen, steps = ((few, 4), (few, 2)), max(span, 32 // few)
         plain = Tiling("plain", 32, rows=min(chosen[0][0], 8), cols=4, span=span)
+        matrix = on_matrix_units(capabilities, c)
         shared = [] if capabilities.software else through_workgroup(capabilities, c)
         if size not in (4, 8, 16, 32, 64):
-            return [*shared, plain, replace(plain, cols=2)]
+            return [*matrix, *shared, plain, replace(plain, cols=2)]
         result = [Tiling("broadcast", size, rows, cols, steps) for rows, cols in chosen]
         if c.form == "nt" and c.m <= FEW_ROWS and not capabilities.software and size > owners:
             result = [
@@ -96,7 +118,7 @@ def tilings(
                 if hasattr(c, "slots") and c.n < 8 * size:
                     wide.insert(0, Tiling(THIN_TILES, size, *narrow(c.n), span, wide=True))
             fitting = [*wide, *fitting] if capabilities.software else [*fitting, *wide]
-        return [*fitting, *shared, plain]
+        return [*matrix, *fitting, *shared, plain]
 
     return variants
 

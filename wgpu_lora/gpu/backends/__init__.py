@@ -20,13 +20,17 @@ SUBGROUP = "subgroup"  # wgpu-native's spelling of the feature, which all backen
 
 @dataclass(frozen=True)
 class MatrixConfiguration:
-    """A product of subgroup matrices, m x k times k x n, that a device computes. Types are those of WGSL."""
+    """A product of subgroup matrices, m x k times k x n, that a device computes. Types are those of WGSL.
+
+    lanes: of the subgroups that compute it.
+    """
 
     m: int
     n: int
     k: int
     inputs: str
     sums: str
+    lanes: int
 
 
 class Backend(Protocol):

@@ -41,12 +41,16 @@ class Dawn:
         return frozenset(SUBGROUP if name == SUBGROUPS else name for name in adapter.features)
 
     def matrices(self, adapter: Any) -> tuple[MatrixConfiguration, ...]:
-        found = extras.get_adapter_properties(adapter).get("subgroup_matrix_configs", ())
+        if SIZE_CONTROL not in adapter.features:  # a kernel is compiled for subgroups of one size
+            return ()
+        configurations = extras.get_adapter_properties(adapter).get("subgroup_matrix_configs", ())
         return tuple(
             MatrixConfiguration(
-                config["m"], config["n"], config["k"], config["component_type"], config["result_component_type"]
+                *(config["m"], config["n"], config["k"]),
+                *(config["component_type"], config["result_component_type"]),
+                max(config["min_subgroup_size"], min(32, config["max_subgroup_size"])),
             )
-            for config in found
+            for config in configurations
         )
 
     def open(self, adapter: Any, features: list[str], limits: dict[str, int], checked: bool) -> Any:
