@@ -197,6 +197,19 @@ def test_what_is_rounded_again_is_said(device: Device, tmp_path: Path, capsys: p
     assert "leave out --teacher-base-dtype nf4" in shown
 
 
+def test_a_vector_that_is_quantised(tmp_path: Path) -> None:
+    source = made_up(tmp_path / "source")
+
+    def of(name: str, values: np.ndarray) -> tuple[np.ndarray, Kind]:
+        return gguf.quants.quantize(values, Kind.Q8_0), Kind.Q8_0
+
+    file = write_gguf(source, tmp_path / "model.gguf", quantize=of)
+    with pytest.raises(
+        UserError, match=r"norm\.weight in .* is a vector stored as Q8_0, expected F32, F16 or BF16: use"
+    ):
+        read_model(file)
+
+
 def test_a_shape_has_no_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels", "list", "--base-dtype", "gguf"]) == 2
     assert "give one as --model, or a single type such as q8_0 for a shape" in capsys.readouterr().err

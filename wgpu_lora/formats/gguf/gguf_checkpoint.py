@@ -209,7 +209,12 @@ def _checked(header: Header, tensors: Mapping[str, GGUFTensor], passed_over: re.
                 f"{stored_name} in {path} has shape {list(info.shape)} but its metadata require {list(shape)}: "
                 "use another conversion of the model."
             )
-        if not _decodable(info.kind) or (len(shape) == 1 and info.kind not in PLAIN):
+        if len(shape) == 1 and info.kind not in PLAIN:
+            raise UserError(
+                f"{stored_name} in {path} is a vector stored as {info.kind.name}, expected F32, F16 or BF16: use "
+                "another conversion of the model."
+            )
+        if not _decodable(info.kind):
             raise UserError(
                 f"{stored_name} in {path} is stored as {info.kind.name}, which cannot be decoded: use another "
                 "quantisation, such as Q8_0 or Q4_K_M."
