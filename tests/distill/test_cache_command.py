@@ -1,8 +1,11 @@
 """wgpu-lora teacher-cache."""
 
 import json
+import shutil
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from support.cli import QWEN2, commands, write_rows
 
 from wgpu_lora.distill.teacher_cache import TeacherCache, position_bytes
@@ -52,4 +55,16 @@ def test_what_is_wrong_is_one_sentence(run, tmp_path, options, said):
     assert refused.code == 2
     assert said in refused.err
     assert refused.err.count("\n") == 1
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_damaged_teacher_leaves_nothing(run, tmp_path):
+    teacher = tmp_path / "teacher"
+    shutil.copytree(QWEN2, teacher)
+    tensors = load_file(teacher / "model.safetensors")
+    tensors["model.norm.weight"][3] = np.nan
+    save_file(tensors, teacher / "model.safetensors", metadata={"format": "pt"})
+    refused = run("--model", teacher, *SMALL[2:])
+    assert refused.code == 2
+    assert "model.norm.weight holds values that are NaN or infinite" in refused.err
     assert not (tmp_path / "cache").exists()

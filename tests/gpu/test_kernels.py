@@ -20,7 +20,8 @@ import wgpu_lora.ops
 import wgpu_lora.train.objectives
 import wgpu_lora.train.optimizers
 import wgpu_lora.weights
-from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.backends import DAWN, installed
+from wgpu_lora.gpu.device import Device, DeviceOptions
 from wgpu_lora.gpu.kernel import F32, REGISTRY, U32
 from wgpu_lora.gpu.reference_values import as_float64
 from wgpu_lora.gpu.single_kernel import SingleKernel
@@ -195,11 +196,11 @@ def test_attention_of_gpus(device: Device, case: Case, rng: np.random.Generator)
     check(case, rng, offered[:1], device)
 
 
-PRODUCTS = [c for name in ("lora_nt", "matmul_nt", "nf4_matmul", "codes_matmul") for c in CASES[name]]
+FORWARD = [c for name in ("lora_nt", "matmul_nt", "nf4_matmul", "codes_matmul") for c in CASES[name]]
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, id=c.label, marks=[] if c in CORE else pytest.mark.slow) for c in PRODUCTS]
+    "case", [pytest.param(c, id=c.label, marks=[] if c in CORE else pytest.mark.slow) for c in FORWARD]
 )
 def test_products_of_few_rows_on_gpus(device: Device, case: Case, rng: np.random.Generator) -> None:
     """Slices of the contraction, which software drivers are not offered; they may have more rows, too."""
@@ -215,6 +216,12 @@ def test_every_kernel_has_cases() -> None:
     assert len({case.label for case in ALL}) == len(ALL)
 
 
+@pytest.fixture(scope="module")
+def dawn() -> Device | None:
+    """The same device through Dawn."""
+    return Device(options=replace(DeviceOptions.from_environment(), backend=DAWN)) if installed(DAWN) else None
+
+
 SUBGROUP_SIZES = sample([0, 4, 8, 16, 32, 64], 1 / 3)
 
 
@@ -227,11 +234,14 @@ def texts(case: Case, subgroup_size: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_texts_are_valid_within_default_limits(device: Device, name: str) -> None:
-    """Also the tilings of devices that are not here; only a device with subgroups takes shaders that have them."""
+def test_texts_are_valid_within_default_limits(device: Device, dawn: Device | None, name: str) -> None:
+    """Also the tilings of devices that are not here; only a device with subgroups takes shaders that have them. In Naga
+    and, except for 64-bit integers, in Tint."""
     sizes = SUBGROUP_SIZES if "subgroup" in device.features else [0]
     for text, tiling in {k: v for case in CASES[name] for size in sizes for k, v in texts(case, size).items()}.items():
-        device.raw.create_shader_module(code=text, label=f"{name} {tiling}")
+        for one in (device, dawn):
+            if one and (one is device or "u64" not in text):
+                one.webgpu.module(one.raw, text, f"{name} {tiling}", checked=True)
         assert text.count("var<storage") <= 8
         # && and || skip their right side in some lanes, of which others then read undefined values (on NVIDIA)
         assert not re.search(r"(&&|\|\|)[^;{}]*\bsubgroup[A-Z]", text)
