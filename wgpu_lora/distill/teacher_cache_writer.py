@@ -78,35 +78,35 @@ def write_cache(
     storages = {s for s in teacher.storages() | tables.storages() if s not in model.decoder.storages()}
     if adapters:
         storages -= adapters.storages()
-    arena, stack = Arena(model.device), ExitStack()
-    try:
-        stack.enter_context(locked(output / CACHE, flag("output")))
-        need = model.bytes_to_load() + missing_bytes(storages) + sum(sizes)
-        stack.enter_context(claim(model.device, need, "caching a teacher"))
-        stack.enter_context(verdicts_of(model.device).reported_to(events))
-        check_tilings(model.device, [program])
-        model.load_weights(events)
-        fix_gains(model, adapters)
-        header = _begin(output, plan, model, shards)
-        allocate(model.device, storages)
-        arena = Arena(model.device, sizes)
-        tables.upload(model.device)
-        teacher.use(arena)
-        slot = 0 if adapters else None
-        for rows in plan.shards[len(shards) :]:
-            before = header.finished
+    arena = Arena(model.device)
+    with ExitStack() as stack:  # which sees an error, and removes the directory that it made
+        try:
+            stack.enter_context(locked(output / CACHE, flag("output")))
+            need = model.bytes_to_load() + missing_bytes(storages) + sum(sizes)
+            stack.enter_context(claim(model.device, need, "caching a teacher"))
+            stack.enter_context(verdicts_of(model.device).reported_to(events))
+            check_tilings(model.device, [program])
+            model.load_weights(events)
+            fix_gains(model, adapters)
+            header = _begin(output, plan, model, shards)
+            allocate(model.device, storages)
+            arena = Arena(model.device, sizes)
+            tables.upload(model.device)
+            teacher.use(arena)
+            slot = 0 if adapters else None
+            for rows in plan.shards[len(shards) :]:
+                before = header.finished
 
-            def watch(count: int, before: int = before) -> None:
-                events.evaluating(Evaluating(before + count, len(plan.rows)))
+                def watch(count: int, before: int = before) -> None:
+                    events.evaluating(Evaluating(before + count, len(plan.rows)))
 
-            shard = _write_shard(output, header, rows, _supports(teacher, rows, slot, plan.batch_tokens, watch))
-            header = replace(header, shards=[*header.shards, shard])
-            header.write(output)
-    finally:
-        arena.free()
-        program.release()
-        release(model.device, storages)
-        stack.close()
+                shard = _write_shard(output, header, rows, _supports(teacher, rows, slot, plan.batch_tokens, watch))
+                header = replace(header, shards=[*header.shards, shard])
+                header.write(output)
+        finally:
+            arena.free()
+            program.release()
+            release(model.device, storages)
     return header
 
 
