@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +12,11 @@ from weakref import WeakSet
 
 import numpy as np
 
-from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.backends import ENVIRONMENT, SUBGROUP, backend
+from wgpu_lora.errors import DeviceWarning, UserError
+from wgpu_lora.gpu.backends import ENVIRONMENT, SUBGROUP, Backend, MatrixConfiguration
 from wgpu_lora.gpu.device_errors import OutOfDeviceMemory, ShaderError, raise_device_lost
-from wgpu_lora.gpu.device_list import MAPPABLE, DeviceInfo, choose
+from wgpu_lora.gpu.device_list import MAPPABLE, DeviceInfo, choose_backend
+from wgpu_lora.gpu.matrix_check import multiplies_right
 from wgpu_lora.gpu.tiling import Capabilities
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.signals import end_signal_delayed
@@ -88,9 +90,9 @@ class Device:
 
     def __init__(self, selector: str | int | None = None, options: DeviceOptions | None = None):
         self.options = options or DeviceOptions.from_environment()
-        self.webgpu = backend(self.options.backend)
+        self.webgpu: Backend
         self.info: DeviceInfo
-        self.info, adapter = choose(selector, self.webgpu)
+        self.webgpu, self.info, adapter = choose_backend(selector, self.options.backend)
         features = [
             f
             for f in ("timestamp-query", "timestamp-query-inside-passes", "shader-f16", MAPPABLE)
@@ -120,9 +122,7 @@ class Device:
             int64="shader-int64" in features,
             workgroup_bytes=int(self.raw.limits["max-compute-workgroup-storage-size"]),
             software=self.info.kind == "software",
-            matrix=next((one for one in self.info.matrices if (one.inputs, one.sums) == ("f16", "f32")), None)
-            if {SUBGROUP, "shader-f16"} <= set(features)
-            else None,
+            matrix=self._matrix() if {SUBGROUP, "shader-f16"} <= set(features) else None,
             registers=128 if "Apple" in self.info.name else 256,  # Metal and Honeykrisp say no vendor of their own
         )
 
@@ -224,6 +224,19 @@ class Device:
             self._pipelines[key] = result
         return result
 
+    def _matrix(self) -> MatrixConfiguration | None:
+        """The product of matrices that the device computes right, of f16 with sums in f32."""
+        unit = next((one for one in self.info.matrices if (one.inputs, one.sums) == ("f16", "f32")), None)
+        if unit is None or self.options.subgroup_size is not None:
+            return unit
+        try:
+            why = "" if multiplies_right(self, unit) else "their products are wrong"
+        except ShaderError as error:
+            why = error.reason
+        if why:
+            warnings.warn(f"The matrix units of {self.info.name} are not used: {why}.", DeviceWarning, stacklevel=3)
+        return None if why else unit
+
     def _subgroup_size(self) -> int:
         """The largest workgroup that is a single subgroup, measured because drivers only report a range."""
         if self.options.subgroup_size is not None:
@@ -236,20 +249,23 @@ class Device:
                     pipeline = self.compute_pipeline(("subgroup_probe", size), partial(str, code))
                 except ShaderError:  # a driver without subgroups, whatever it says
                     continue
-                group = self.bind_group(pipeline, [(buffer, 0, buffer.size)])
-                encoder = self.raw.create_command_encoder()
-                one = encoder.begin_compute_pass()
-                one.set_pipeline(pipeline)
-                one.set_bind_group(0, group)
-                one.dispatch_workgroups(1)
-                one.end()
-                self.raw.queue.submit([encoder.finish()])
+                self.run(pipeline, [(buffer, 0, buffer.size)])
                 sizes = self.read(buffer).view(np.uint32)
                 if sizes[0] >= size and np.array_equal(sizes[1 : 1 + size], np.arange(size)):
                     return size
         finally:
             self.free(buffer)
         return 0
+
+    def run(self, pipeline: Any, parts: list[tuple[Any, int, int]]) -> None:
+        """Submits one workgroup of a compute pipeline."""
+        group, encoder = self.bind_group(pipeline, parts), self.raw.create_command_encoder()
+        one = encoder.begin_compute_pass()
+        one.set_pipeline(pipeline)
+        one.set_bind_group(0, group)
+        one.dispatch_workgroups(1)
+        one.end()
+        self.raw.queue.submit([encoder.finish()])
 
     def bind_group(self, pipeline: Any, parts: list[tuple[Any, int, int]]) -> Any:
         """Binds (buffer, offset, size) triples in order."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.backends import SUBGROUP, Backend, MatrixConfiguration, backend
+from wgpu_lora.gpu.backends import AUTO, DAWN, SUBGROUP, Backend, MatrixConfiguration, backend, installed
 
 KINDS = {"DiscreteGPU": "discrete", "IntegratedGPU": "integrated", "CPU": "software"}
 PREFERENCE = {"discrete": 0, "integrated": 1, "software": 2, "unknown": 3}
@@ -81,6 +81,27 @@ def _sorted_adapters(webgpu: Backend) -> list[Any]:
         )
 
     return sorted(webgpu.adapters(), key=rank)
+
+
+def choose_backend(selector: str | int | None, name: str | None) -> tuple[Backend, DeviceInfo, Any]:
+    """Selects a device as `choose`, and the backend to open it with: for `auto`, Dawn where it is installed and lists
+    matrix units of a GPU.
+
+    Raises:
+        UserError: there is no such backend or device.
+    """
+    webgpu = backend(name)
+    info, adapter = choose(selector, webgpu)
+    if (name or AUTO) != AUTO or info.kind == "software" or not installed(DAWN):
+        return webgpu, info, adapter
+    dawn = backend(DAWN)
+
+    def alike(listed: list[DeviceInfo]) -> list[DeviceInfo]:
+        return [one for one in listed if (one.name, one.vendor_id) == (info.name, info.vendor_id)]
+
+    place = [one.index for one in alike(list_devices(webgpu))].index(info.index)
+    found = [one for one in alike(list_devices(dawn)) if one.matrices and one.backend == info.backend][place:]
+    return (dawn, *choose(found[0].index, dawn)) if found else (webgpu, info, adapter)
 
 
 def choose(selector: str | int | None, webgpu: Backend | None = None) -> tuple[DeviceInfo, Any]:

@@ -70,9 +70,14 @@ class Tiling:
         return self.lanes if self.family in SUBGROUPS else 0
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether a workgroup's threads load for each other, and decode eight values at a time."""
+        return self.family in (WORKGROUP, MATRIX)
+
+    @property
     def width(self) -> int:
         """Threads of a workgroup that own different columns of a product."""
-        if self.family in (WORKGROUP, MATRIX):
+        if self.shares_memory:
             return 1 << (self.lanes.bit_length() // 2)
         return self.lanes // self.slices
 

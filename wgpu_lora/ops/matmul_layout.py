@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wgpu_lora.gpu.tiling import MATRIX, WORKGROUP, Tiling
+from wgpu_lora.gpu.tiling import Tiling
 
 DENSE = ("f32", "bf16", "f16")
 
@@ -192,7 +192,7 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
 
     # Neighbouring columns are loaded, or stored, together.
     packed_columns = format == "packed" and orientation == "nn"
-    tiled = tile.family in (WORKGROUP, MATRIX)
+    tiled = tile.shares_memory
     fours = tile.cols % 4 == 0 and across and quads and tile.wide
     by_word = packed_columns or (format == "dense" and orientation == "nn" and (a_type if thin else b_type) != "f32")
     even = quads and across if thin else c["even"]

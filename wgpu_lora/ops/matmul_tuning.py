@@ -68,7 +68,7 @@ def on_matrix_units(capabilities: Capabilities, c: Any) -> list[Tiling]:
         if (
             one.lanes <= MOST_THREADS
             and memory <= capabilities.workgroup_bytes
-            and sums * one.rows * one.cols + 72 <= capabilities.registers
+            and (capabilities.software or sums * one.rows * one.cols + 72 <= capabilities.registers)
         ):
             result.append(one)
     return result

@@ -291,8 +291,10 @@ def prepare_job(
 
 
 def with_stored_dtype(args: TrainingArguments, model: LoadedModel) -> TrainingArguments:
-    """The options with the base format that the model has."""
+    """The options with the base format that the model has, and the type that its device computes the fastest in."""
     stored = args.base_dtype == AUTO or model.config.packed
+    if args.compute_dtype == AUTO:
+        args = replace(args, compute_dtype="f16" if model.device.capabilities.matrix else "f32")
     return replace(args, base_dtype=model.decoder.base_dtype) if stored else args
 
 

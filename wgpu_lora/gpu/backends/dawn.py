@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,25 @@ diagnostic(off, chromium.subgroup_matrix_uniformity);
 """
 
 
+@contextmanager
+def _stderr_closed() -> Iterator[None]:
+    """Discard what the library itself writes to stderr: warnings about limits of software drivers that are listed."""
+    sys.stderr.flush()
+    try:
+        before = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(nothing)
+        os.close(before)
+
+
 class Dawn:
     """See `Backend`. Subgroup matrices are experimental, so they are allowed before the first device is listed."""
 
@@ -34,7 +57,8 @@ class Dawn:
         return next(Path(_lib.__path__[0]).glob("_wgpu_dawn*"))
 
     def adapters(self) -> list[Any]:
-        adapters: list[Any] = wgpudawn.gpu.enumerate_adapters_sync()
+        with _stderr_closed():
+            adapters: list[Any] = wgpudawn.gpu.enumerate_adapters_sync()
         return adapters
 
     def features(self, adapter: Any) -> frozenset[str]:

@@ -57,8 +57,9 @@ class GeneralOptions:
     compute_dtype: str = option(
         "f32",
         MEMORY,
-        "Type that the inputs of frozen matmuls are rounded to; accumulation stays in f32.",
-        choices=COMPUTE_DTYPES,
+        "Type that the inputs of frozen matmuls are rounded to; sums stay in f32. f16 uses matrix units, where "
+        "the device has them; auto: f16 on such a device, else f32.",
+        choices=(*COMPUTE_DTYPES, AUTO),
     )
     tune: bool = option(
         True, FILES, "Time kernel tilings on the device before a model's first run, and use the fastest."

@@ -81,7 +81,13 @@ def _limited(variants: Variants) -> Variants:
     def limited(capabilities: Capabilities, c: Any) -> Sequence[Tiling]:
         most = 4 if c.form == "nn" and c.m > FEW_ROWS and c.bits == 3 else 32  # faster on CPUs, too
         most = min(most, c.group or most)
-        result = [replace(one, span=min(one.span, most)) for one in variants(capabilities, c)]
+        offered = variants(capabilities, c)
+        tiled = [one for one in offered if one.shares_memory]  # whose lanes keep no tables
+        result = [replace(one, span=min(one.span, most)) for one in offered if not one.shares_memory]
+        first, last = (tiled, []) if offered[0].shares_memory else ([], tiled)
+        return [*first, *fitting(result, capabilities, c), *last]
+
+    def fitting(result: list[Tiling], capabilities: Capabilities, c: Any) -> Sequence[Tiling]:
         if capabilities.software:  # taller tiles: to decode costs more than to load, but for 3 bits
             taller = c.bits != 3 and c.m > 16
             return [replace(one, rows=32, cols=4) if taller and one.cols == 8 else one for one in result]

@@ -1,0 +1,63 @@
+"""Products on matrix units, on a device that has them: `make test-matrix` runs these on lavapipe of the newest Mesa."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.kernels import Case
+
+import wgpu_lora
+from wgpu_lora.gpu.backends import DAWN, WGPU
+from wgpu_lora.gpu.device import Device, DeviceOptions
+from wgpu_lora.gpu.dispatch import Dispatch
+from wgpu_lora.gpu.tiling import MATRIX
+from wgpu_lora.gpu.tiling_check import cut_verdict
+
+sys.path.append(str(Path(__file__).parents[1] / "gpu"))
+from test_kernels import PRODUCTS
+
+STEPS = 200
+ROWS = 300  # of the batch: two blocks and an edge
+
+
+@pytest.fixture(scope="module")
+def units() -> Device:
+    device = Device(options=DeviceOptions(backend=DAWN))
+    assert device.capabilities.matrix, f"{device.info.name} ({device.info.driver}) has no matrix units"
+    return device
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.label) for c in PRODUCTS if c.constants["k"] % 2 == 0])
+def test_products(units: Device, case: Case) -> None:
+    """Every base format, orientation and epilogue against float64, in the largest tiling and, once a kernel, in all."""
+    kernel = case.kernel
+    constants: dict[str, Any] = {**kernel.defaults, **case.constants, "m": ROWS, "a_type": "f16"}
+    present = tuple(name for name in kernel.bindings if name in case.make(np.random.default_rng(0)) and name != "count")
+    offered = [one for one in kernel.tilings(units.capabilities, constants) if one.family == MATRIX]
+    assert offered
+    for tiling in offered[-1:]:  # the smallest, which compiles the fastest
+        verdict = cut_verdict(units, Dispatch(kernel, (), present, constants, tiling, (1, 1, 1)), tiling)
+        assert verdict.right, (tiling, verdict)
+
+
+def test_training_is_that_of_f32(units: Device, tmp_path: Path) -> None:
+    """The demo's losses after 200 steps, and answers of the adapter."""
+    losses = {}
+    for device, compute_dtype in ((units, "f16"), (Device(options=DeviceOptions(backend=WGPU)), "f32")):
+        model = wgpu_lora.load("demo", device=device)
+        options = {"max_steps": STEPS, "eval_steps": STEPS, "output": str(tmp_path / compute_dtype)}
+        record = wgpu_lora.finetune(model, recipe="demo", compute_dtype=compute_dtype, progress_bar=False, **options)
+        losses[compute_dtype] = record.state.last_eval_loss
+        used = {key[-1].family for key in device._pipelines if hasattr(key[-1], "family")}
+        assert (MATRIX in used) == (device is units)
+        answer = wgpu_lora.generate(model, "Write a function that returns the sum.", adapter=options["output"])
+        assert "def " in str(answer)
+    assert losses["f16"] == pytest.approx(losses["f32"], rel=0.01)
+
+
+def test_kernels_have_cases_in_f16() -> None:
+    assert {case.kernel.name for case in PRODUCTS} >= {"matmul_nt", "matmul_nn", "nf4_matmul", "gguf_matmul_backward"}
