@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-real test test-fast test-full ci-times test-rare test-reference test-drivers test-proof test-exchange test-real test-tpm test-cluster test-wheel fuzz prove-wgpu bench bench-reference bench-smollm2 bench-gpu gpu-compilers test-gpu-compilers lint
+.PHONY: help setup demo demo-real test test-fast test-full ci-times test-rare test-reference test-drivers test-proof test-exchange test-real test-tpm test-cluster test-wheel fuzz prove-wgpu bench bench-reference bench-smollm2 bench-gpu gpu-compilers test-gpu-compilers test-matrix lint
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -60,8 +60,8 @@ test-reference: setup .venv/reference  ## regenerate and compare golden fixtures
 	$(PYTEST) -n $(JOBS) -m reference
 
 # The core subset where a driver differs: another vendor's compiler, and lavapipe with other subgroup sizes (`make test` uses the
-# default one) or without subgroups, of which each commit tries one, and WGPU_LORA_TESTS_FULL=1 all.
-test-drivers: setup .venv/all  ## core device tests with other subgroup sizes, without subgroups, with another driver
+# default one) or without subgroups, of which each commit tries one, and WGPU_LORA_TESTS_FULL=1 all; and Dawn, with its compiler.
+test-drivers: setup .venv/all  ## core device tests with other subgroup sizes, without subgroups, in Dawn, with another driver
 	scripts/install_vulkan.sh --swiftshader .drivers
 	@n=0; run() { echo "=== $$*"; env "$$@" $(PYTEST) --junitxml=.times/$@.$$((n += 1)).xml -n $(JOBS) -m drivers || exit 1; }; \
 	lavapipe=$$(compgen -G '/usr/share/vulkan/icd.d/lvp_icd*.json' | head -1 || true); \
@@ -69,6 +69,7 @@ test-drivers: setup .venv/all  ## core device tests with other subgroup sizes, w
 	  settings=(LP_NATIVE_VECTOR_WIDTH=128 LP_NATIVE_VECTOR_WIDTH=512 WGPU_LORA_NO_SUBGROUPS=1); \
 	  [ -n "$${WGPU_LORA_TESTS_FULL:-}" ] || settings=("$${settings[16#$$(git rev-parse --short=4 HEAD 2>/dev/null || echo 0) % 3]}"); \
 	  for setting in "$${settings[@]}"; do run VK_DRIVER_FILES=$$lavapipe $$setting; done; \
+	  run VK_DRIVER_FILES=$$lavapipe WGPU_LORA_BACKEND=dawn; \
 	else echo "Mesa's lavapipe is not installed: testing SwiftShader only."; fi; \
 	run VK_DRIVER_FILES=$(CURDIR)/.drivers/swiftshader.json
 
@@ -151,6 +152,10 @@ test-gpu-compilers: setup .venv/all  ## no kernel spills on AMD's GPUs, by their
 	$(BIN)/python -m scripts.gpu_compilers --check --gpu rdna1 --gpu rdna3 --shape qwen2.5-0.5b --shape qwen2.5-7b --shape qwen3.5-0.8b --head-dim 256
 	$(BIN)/python -m scripts.gpu_compilers --check --gpu rdna1 --gpu rdna3 --shape qwen2.5-7b --base-dtype q6_k --kernel gguf_matmul
 	$(PYTEST) -n $(JOBS) tests/scripts/runs
+
+# Lavapipe of the newest Mesa has matrix units. Its root, that of gpu-compilers, needs root rights and some minutes.
+test-matrix:  ## products on matrix units and a training with them, through Dawn (minutes)
+	scripts/test_matrix.sh
 
 lint: setup .venv/all  ## ruff, mypy and import-linter
 	$(BIN)/ruff check .

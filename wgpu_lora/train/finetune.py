@@ -331,7 +331,7 @@ def prepare_run(
     prepared, heldout = read_rows(args, model, sources)
     cached = check_caches(args, model, prepared, heldout)
     teacher = live_teacher(args, model)
-    args = replace(args, learning_rate=args.rate)
+    args = replace(args, learning_rate=args.rate_for(model.config.hidden_size))
     args, note = default_batches(args, group_lengths(prepared), weight, objective.rows_per_sample)
     stream = DataStream(prepared, args)
     chosen = {"length": length, "batches": note, "adapter": begins, "note": _reference_note(args, objective)}

@@ -131,8 +131,7 @@ class ProtectedJob:
     @property
     def options(self) -> dict[str, Any]:
         """All options of the training but those of this machine, as claims and the evidence log state them."""
-        options = replace(self.arguments, learning_rate=self.arguments.rate).as_dict()
-        return {name: value for name, value in options.items() if name not in LOCAL}
+        return {name: value for name, value in self.arguments.as_dict().items() if name not in LOCAL}
 
     def beside(self) -> dict[str, Path]:
         """Models and adapters beside the base, by their options."""
@@ -188,7 +187,8 @@ def read_job(path: str | Path) -> ProtectedJob:
     output, broker_file = path.parent / table.output, path.parent / table.broker_key
     with naming(IN_FILE):
         paths: dict[str, Any] = {"output": str(output), **{name: str(at) for name, at in sealed.items()}}
-        arguments = replace(arguments, **paths)
+        # The default depends on the model's size, and policies limit what a job says.
+        arguments = replace(arguments, learning_rate=arguments.rate, **paths)
         _check(arguments, where)
     return ProtectedJob(
         path=path,

@@ -198,6 +198,9 @@ class Score:
     token_logprobs: Mapping[Tensor, Tensor] = field(default_factory=dict)
 
 
+WIDTH, HIGHEST_RATE = 4096, 1e-3
+
+
 @dataclass(frozen=True)
 class Objective:
     """A training objective: a frozen dataclass whose fields are the training options that it reads, and its own
@@ -209,7 +212,7 @@ class Objective:
     adapter. trains_prompt: whether it also needs the log-probabilities of the first example's prompt. needs_kl_rows:
     whether it needs those of prompts with other samples' answers (`Objective.estimate`). has_labels: whether it reads
     the value of each token's row (`Sample.value`). needs_teacher: whether it needs a teacher. metrics: values logged
-    beside the loss. learning_rate: the peak by default.
+    beside the loss. learning_rate: the peak by default, of a model of WIDTH.
     """
 
     formats: ClassVar[RowFormats[Sample]] = EXAMPLES
@@ -221,6 +224,15 @@ class Objective:
     needs_teacher: ClassVar[bool] = False
     metrics: ClassVar[tuple[str, ...]] = ()
     learning_rate: ClassVar[float] = 2e-4
+
+    @classmethod
+    def default_rate(cls, width: int) -> float:
+        """The peak learning rate by default for a model whose hidden states have `width` values.
+
+        2e-4 at 4096, as QLoRA (Dettmers et al. 2023, table 9), and inversely proportional to the width, as for hidden
+        matrices in muP (Yang et al. 2022), up to 1e-3; docs/defaults.md has what was measured.
+        """
+        return min(HIGHEST_RATE, cls.learning_rate * WIDTH / width)
 
     @property
     def needs_kl_rows(self) -> bool:

@@ -35,6 +35,10 @@ class Preference(Objective):
     unit: ClassVar = "group"
     learning_rate: ClassVar = 1e-5  # of adapters; docs/preferences.md has what was measured
 
+    @classmethod
+    def default_rate(cls, width: int) -> float:
+        return cls.learning_rate
+
     beta: float = 0.1
     max_prompt_length: int | None = None
     max_completion_length: int | None = None

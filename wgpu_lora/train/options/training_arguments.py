@@ -135,8 +135,12 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
 
     @property
     def rate(self) -> float:
-        """The peak learning rate: by default the objective's."""
+        """The peak learning rate: by default the objective's for a model of 7B."""
         return OBJECTIVES[self.objective].learning_rate if self.learning_rate is None else self.learning_rate
+
+    def rate_for(self, width: int) -> float:
+        """The peak learning rate for a model whose hidden states have `width` values."""
+        return OBJECTIVES[self.objective].default_rate(width) if self.learning_rate is None else self.learning_rate
 
     def budget(self) -> int | None:
         """memory_budget in bytes."""
