@@ -35,7 +35,7 @@ def info(device: Device = None, as_json: Json = False) -> int:
     from wgpu_lora.gpu.tuning_cache import ChoiceFile
 
     opened = OpenedDevice(device)
-    devices, used, tilings = list_devices(), opened.info.index, str(ChoiceFile(opened).path)
+    devices, used, tilings = list_devices(opened.webgpu), opened.info.index, str(ChoiceFile(opened).path)
     if as_json:
         print_json(
             {
@@ -43,6 +43,7 @@ def info(device: Device = None, as_json: Json = False) -> int:
                 "adapters": [d.as_dict() for d in devices],  # their name in 0.1; to be removed in the next version
                 "used": used,
                 "subgroup_size": opened.capabilities.subgroup_size,
+                "webgpu": opened.webgpu.versions(),
                 "max_binding": opened.max_binding,
                 "max_buffer": opened.max_buffer,
                 "tilings": tilings,
@@ -73,7 +74,10 @@ def info(device: Device = None, as_json: Json = False) -> int:
     console().print(table)
     size = opened.capabilities.subgroup_size
     subgroups = f"subgroups of {size} (measured)" if size else "no subgroups used"
-    line("used", f"{used}: {opened.info.name}, {subgroups}; choose another with --device")
+    unit = opened.capabilities.matrix
+    units = f", matrix units of {unit.m}x{unit.n}x{unit.k}" if unit else ""
+    library = " ".join(*opened.webgpu.versions().items())
+    line("used", f"{used}: {opened.info.name}, {subgroups}{units}, {library}; choose another with --device")
     line("tilings", tilings, whole=True)
     return 0
 
