@@ -22,6 +22,7 @@ from support.tuning import verdicts
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
+from wgpu_lora.gpu.backends.wgpu_native import WgpuNative
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.memory_leases import Budget
@@ -100,7 +101,7 @@ def test_output_that_cannot_be_written(stderr: int | None):
 
 
 def test_no_adapter(run: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("wgpu_lora.gpu.device_list._enumerate", list)
+    monkeypatch.setattr(WgpuNative, "adapters", lambda self: [])
     assert "No device was found" in run("info").refusal()
 
 
@@ -204,7 +205,7 @@ def test_plan_allocates_nothing(run: Run, data: Path, monkeypatch: pytest.Monkey
     text = run("plan", *options).out
     assert f"({found['optimizer_state']:,} bytes) of state" in text
     assert f"{found['peak']:,}" in text
-    assert "steps     2; 4 per epoch, 17 tokens each; cosine from 2.00e-04 after 1 step of warm-up\n" in text
+    assert "steps     2; 4 per epoch, 17 tokens each; cosine from 1.00e-03 after 1 step of warm-up\n" in text
     assert "warning   2 steps may be too few to learn much: try a larger --max-steps\n" in text
     tight = run("plan", *options, "--memory-budget", found["peak"] - 1)
     assert tight.code == 0

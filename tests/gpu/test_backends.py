@@ -1,11 +1,27 @@
-"""cffi finds the same types with fewer declarations."""
+"""WebGPU implementations: which one is chosen, and wgpu-native's declarations."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import cffi
 import pytest
+from support.cli import Run
 
+from wgpu_lora.errors import DeviceWarning, UserError
+from wgpu_lora.gpu import device, device_list
+from wgpu_lora.gpu.backends import AUTO, DAWN, ENVIRONMENT, WGPU, MatrixConfiguration, installed
 from wgpu_lora.gpu.backends.wgpu_native import declare_only_used_types
+from wgpu_lora.gpu.device import Device, DeviceOptions
+from wgpu_lora.gpu.device_list import DeviceInfo
+from wgpu_lora.gpu.tiling import Capabilities
+from wgpu_lora.ops import matmul_tuning
+from wgpu_lora.train.run.training_log import environment
 
 HEADER = """
 typedef unsigned int Flags;
@@ -31,3 +47,67 @@ def test_types_are_the_same() -> None:
 
 def test_another_cffi_is_left_as_it_is() -> None:
     declare_only_used_types(object())
+
+
+def test_a_backend_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Device(options=DeviceOptions(backend=WGPU)).webgpu.versions().keys() == {"wgpu-native"}
+    monkeypatch.setenv(ENVIRONMENT, DAWN)
+    if installed(DAWN):
+        opened = Device()
+        assert opened.webgpu.versions().keys() == {"wgpudawn"}
+        assert environment(opened).versions["wgpudawn"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"dawn is not installed: install it with .* or choose wgpu"):
+        Device()
+    monkeypatch.setenv(ENVIRONMENT, "metal")
+    with pytest.raises(UserError, match="no backend 'metal': choose one of auto, wgpu, dawn"):
+        Device()
+
+
+def test_a_backend_of_a_command(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT, AUTO)
+    assert "no backend 'metal': choose one of auto" in run("info", "--backend", "metal").refusal()
+    if installed(DAWN):
+        found = json.loads(run("info", "--backend", "dawn", "--json").out)
+        assert found["webgpu"].keys() == {"wgpudawn"}
+        assert os.environ[ENVIRONMENT] == DAWN  # for the processes that a command starts
+
+
+UNIT = MatrixConfiguration(16, 16, 16, "f16", "f32", lanes=32)
+
+
+@pytest.mark.parametrize(("kind", "matrices", "chosen"), [
+    ("discrete", (UNIT,), DAWN), ("discrete", (), WGPU), ("software", (UNIT,), WGPU),
+])  # fmt: skip
+def test_auto_takes_dawn_for_matrix_units_of_a_gpu(
+    kind: str, matrices: tuple[MatrixConfiguration, ...], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def describe(index: int, adapter: str, webgpu: Any) -> DeviceInfo:
+        return DeviceInfo(index, adapter, "", 1, "Vulkan", kind, (), {}, 2, matrices if webgpu.name == DAWN else ())
+
+    listed = {WGPU: ["another", "gpu", "gpu"], DAWN: ["gpu", "gpu", "another"]}
+    monkeypatch.setattr(device_list, "installed", lambda name: True)
+    monkeypatch.setattr(device_list, "backend", lambda name=None: SimpleNamespace(name=DAWN if name == DAWN else WGPU))
+    monkeypatch.setattr(device_list, "_sorted_adapters", lambda webgpu: listed[webgpu.name])
+    monkeypatch.setattr(device_list, "describe", describe)
+    webgpu, info, adapter = device_list.choose_backend(2, AUTO)
+    assert (webgpu.name, info.index, adapter) == (chosen, 1 if chosen == DAWN else 2, "gpu")
+
+
+def test_matrix_units_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "multiplies_right", lambda device, unit: False)
+    opened = SimpleNamespace(info=SimpleNamespace(matrices=(UNIT,), name="gpu"), options=DeviceOptions())
+    with pytest.warns(DeviceWarning, match=r"matrix units of gpu are not used: their products are wrong"):
+        assert Device._matrix(opened) is None  # type: ignore[arg-type]
+
+
+def test_tilings_of_matrix_units() -> None:
+    capabilities = Capabilities(32, f16=True, workgroup_bytes=65536, matrix=UNIT)
+    call = SimpleNamespace(form="nt", m=512, n=512, k=512, a_type="f16")
+    tilings = matmul_tuning.on_matrix_units(capabilities, call)
+    assert [(one.rows * one.height, one.cols * one.width) for one in tilings] == [(128, 128), (128, 64), (64, 64)]
+    assert not matmul_tuning.on_matrix_units(replace(capabilities, matrix=None), call)
+    assert not matmul_tuning.on_matrix_units(capabilities, SimpleNamespace(**{**vars(call), "a_type": "f32"}))
+    assert not matmul_tuning.on_matrix_units(capabilities, SimpleNamespace(**{**vars(call), "m": 1}))
+    small = matmul_tuning.on_matrix_units(replace(capabilities, workgroup_bytes=16384), call)
+    assert [one.lanes for one in small] == [256, 128]

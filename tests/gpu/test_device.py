@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu import device_list
+from wgpu_lora.gpu.backends.wgpu_native import WgpuNative
 from wgpu_lora.gpu.device import WRITE_CHUNK, Device, DeviceOptions
 from wgpu_lora.gpu.device_errors import (
     BindingTooLarge,
@@ -60,7 +60,7 @@ def test_a_device_that_is_not_there(selector: int | str, message: str) -> None:
 
 
 def test_no_adapter_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_list, "_enumerate", list)
+    monkeypatch.setattr(WgpuNative, "adapters", lambda self: [])
     with pytest.raises(UserError, match="install your GPU's Vulkan driver"):
         Device()
 

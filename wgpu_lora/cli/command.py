@@ -45,7 +45,7 @@ class Command(TyperCommand):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         for place, parameter in enumerate(self.params):
-            if parameter.name == "device":
+            if parameter.name == "device" and parameter.param_type_name == "option":
                 self.params.insert(place + 1, _backend_option(parameter))
                 break
 

@@ -72,12 +72,8 @@ def info(device: Device = None, as_json: Json = False) -> int:
             f"{format_bytes(limits['max-compute-workgroup-storage-size'])}",
         )
     console().print(table)
-    size = opened.capabilities.subgroup_size
-    subgroups = f"subgroups of {size} (measured)" if size else "no subgroups used"
-    unit = opened.capabilities.matrix
-    units = f", matrix units of {unit.m}x{unit.n}x{unit.k}" if unit else ""
     library = " ".join(*opened.webgpu.versions().items())
-    line("used", f"{used}: {opened.info.name}, {subgroups}{units}, {library}; choose another with --device")
+    line("used", f"{used}: {opened.info.name}, {opened.capabilities.units}, {library}; choose another with --device")
     line("tilings", tilings, whole=True)
     return 0
 

@@ -113,9 +113,7 @@ def describe_model(job: Job[Any]) -> None:
     session = job.session
     model, device = session.model, session.device
     config = model.config
-    size = device.capabilities.subgroup_size
-    subgroups = f"subgroups of {size}" if size else "no subgroups"
-    line("device", f"{device.info.name}, {device.info.driver}, {device.info.backend}, {subgroups}")
+    line("device", f"{device.info.name}, {device.info.driver}, {device.info.backend}, {device.capabilities.units}")
     line(
         "model",
         f"{model.name}: {config.architecture}, {config.num_hidden_layers} layers of {config.hidden_size}, "

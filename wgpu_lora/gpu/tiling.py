@@ -34,6 +34,12 @@ class Capabilities:
     registers: int = 256
     matrix: MatrixConfiguration | None = None
 
+    @property
+    def units(self) -> str:
+        """What computes, in words: the size of subgroups, and of the products of matrix units."""
+        subgroups = f"subgroups of {self.subgroup_size}" if self.subgroup_size else "no subgroups"
+        return subgroups + (f", matrix units of {self.matrix.m}x{self.matrix.n}x{self.matrix.k}" if self.matrix else "")
+
 
 @dataclass(frozen=True)
 class Tiling:

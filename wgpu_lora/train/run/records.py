@@ -63,7 +63,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class UsedDevice:
-    """The device of a run. kind: discrete, integrated, software ... miscompiled: what it gets wrong, in sentences."""
+    """The device of a run. kind: discrete, integrated, software ... miscompiled: what it gets wrong, in sentences.
+    units: what computes, in words; matrix units, if there are any, are used with the compute dtype f16.
+    """
 
     name: str
     driver: str
@@ -72,6 +74,7 @@ class UsedDevice:
     subgroup_size: int
     checked_shaders: bool
     miscompiled: list[str] = field(default_factory=list)
+    units: str = ""
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,7 @@ def environment(device: Device) -> Environment:
             device.capabilities.subgroup_size,
             device.options.checked,
             verdicts_of(device).reported,
+            device.capabilities.units,
         ),
         masked(sys.argv),
     )
