@@ -8,7 +8,8 @@ small shape and a few layers, tokens and steps, to check that all parts run; its
 
 The job `kernels` compares every kernel of a model's shape with its reference, then times it: heavy ones on a small call
 in every tiling that the tuner may choose, all of them in a training step, which alternates with a tuned one. What
-compilers predict (scripts/gpu_compilers) is beside the measurements.
+compilers predict (scripts/gpu_compilers) is beside the measurements: registers and instructions of a pipeline, and the
+share of the GPU's peak that the busiest port of its inner loop allows.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from wgpu_lora.bench.brick_results import Writer, header
 from wgpu_lora.bench.bricks import bricks_of
 from wgpu_lora.bench.contract import load_contract
 from wgpu_lora.bench.reference_check import ReferenceErrors
-from wgpu_lora.bench.step_profile import profile_step
+from wgpu_lora.bench.step_profile import Profile, profile_step
 from wgpu_lora.bench.training_step import WARMUP, TrainingStep, chosen_model
 from wgpu_lora.cli import main as command_line
 from wgpu_lora.cli.console import line
@@ -212,12 +213,26 @@ def step(device: Device, work: Work) -> Iterator[Record]:
             yield {"kind": "kernel", "kernel": kernel, "right": right, "nmse": nmse, "limit": NMSE, "reason": reason}
         verdicts.enabled = False  # that was all that there is to compare, and a wrong kernel can be timed, too
         profile = profile_step(one, work.rounds)
+        bounds = _bounds(one, profile)
         for group in profile.groups(by_shape=True):
-            yield {"kind": "time", "clock": profile.clock, **asdict(group)}
+            bound = bounds.get((group.kernel, group.shape))
+            yield {"kind": "time", "clock": profile.clock, **asdict(group), "predicted_bound": bound}
         tuned = TrainingStep(model, args)
         stack.callback(tuned.close)
         tuned.allocate(Tuner(device).tune(tuned.session.programs()))
         yield {"kind": "tuning", **_alternating({"default": one, "tuned": tuned}, work.rounds)}
+
+
+def _bounds(step: TrainingStep, profile: Profile) -> dict[tuple[str, str], float | None]:
+    """The share of the GPU's peak that compilers predict for each kernel and shape; the lowest of its pipelines."""
+    device, dispatches = step.session.device, [one for program in step.session.programs() for one in program.dispatches]
+    calls = [Call(one.kernel, one.present, one.constants, one.tiling, True).to_json() for one in dispatches]
+    found: dict[tuple[str, str], float | None] = {}
+    for piece, figure in zip(profile.pieces, figures(nearest(device, read_predictions()), calls), strict=True):
+        if figure and figure["bound"]:
+            before = found.get((piece.kernel, piece.shape))
+            found[piece.kernel, piece.shape] = min(figure["bound"], before or 1.0)
+    return found
 
 
 def _wrong(error: WrongResults) -> Record:

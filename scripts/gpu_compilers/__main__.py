@@ -1,6 +1,7 @@
 """Ask the compilers of GPUs what they make of the kernels: python -m scripts.gpu_compilers (`make gpu-compilers`).
 
-Exit codes: 1 if --check finds a kernel that spills, 2 if a compiler is missing or options are wrong.
+Exit codes: 1 if --check finds a kernel that spills or whose bound fell, 2 if a compiler is missing or options are
+wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu_compilers.compiler_report import amount, label, predictions_json, show, to_json, write_predictions
+from scripts.gpu_compilers.compiler_report import (
+    amount,
+    label,
+    losses,
+    predictions_json,
+    read_predictions,
+    show,
+    to_json,
+    write_predictions,
+)
 from scripts.gpu_compilers.compiler_report import tiling as tiling_words
 from scripts.gpu_compilers.compiler_run import Answers, ask
 from scripts.gpu_compilers.gpus import GPUS, ROOT, Gpu, place_of
@@ -98,7 +108,11 @@ def options() -> argparse.ArgumentParser:
         "--predictions", type=writable, help="write the default tilings' figures to this file, for bench-gpu"
     )
     parser.add_argument("--raw", type=directory, help="write what the compilers print to files in this directory")
-    parser.add_argument("--check", action="store_true", help="fail if a kernel spills")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="fail if a kernel spills, or its bound fell by more than 5%% below predictions.json",
+    )
     parser.add_argument("--in-root", action="store_true", help="use the root's newer Mesa for all GPUs")
     parser.add_argument("--root", type=Path, default=ROOT, help=f"of the newest Debian (default: {ROOT})")
     parser.add_argument("--jobs", type=count, default=2)
@@ -132,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         write_bytes_atomic(args.json, content.encode())
     if args.predictions:
         write_predictions(args.predictions, predictions_json(answers))
-    found = violations(answers) if args.check else []
+    found = violations(answers, read_predictions()) if args.check else []
     for sentence in found:
         print(sentence, file=sys.stderr)
     return int(bool(found))
@@ -154,20 +168,21 @@ def ask_all(
         return [one.result() for one in running]
 
 
-def violations(answers: Sequence[Answers]) -> list[str]:
-    """A sentence for each compute pipeline that breaks the rule, and each compiler that compiled nothing."""
+def violations(answers: Sequence[Answers], predicted: dict[str, Any]) -> list[str]:
+    """A sentence for each compute pipeline that breaks the rules, and each compiler that compiled nothing."""
     sentences = []
     for one in answers:
         where = f"{one.gpu.title}, subgroups of {one.subgroup_size}"
         if not one.rows:
             sentences.append(f"{where}: nothing was compiled")
         for row in one.rows:
-            if row.spills:
+            if row.spills and not row.repeated:
                 how = "its default tiling" if row.call["default"] else "a tiling that the tuner may choose"
                 shapes = ", ".join(row.call["used_by"])
                 sentences.append(
                     f"{where}: {label(row)} ({shapes}) spills in {how}, {tiling_words(row)}: {amount(row)}"
                 )
+        sentences += losses(one, predicted)
     return sentences
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.brick_results import commit
 from wgpu_lora.gpu.device import Device
 
-PREDICTIONS = "wgpu-lora-predictions/1"
+PREDICTIONS = "wgpu-lora-predictions/2"
 FILE = Path(__file__).with_name("predictions.json")
-FIGURES = ("registers", "spilled", "occupancy", "instructions")
+FIGURES = ("registers", "spilled", "occupancy", "instructions", "bound")
+LOSS = 0.05  # of a bound, beyond which it has fallen
 AMD, NVIDIA = 0x1002, 0x10DE
 GENERATIONS = {  # parts of the names that drivers give AMD's GPUs; RDNA2's units are those of RDNA1
     "rdna4": ("RX 9", "AI PRO R9", "GFX12", "NAVI4"),
@@ -31,7 +33,7 @@ GENERATIONS = {  # parts of the names that drivers give AMD's GPUs; RDNA2's unit
     "rdna1": ("RX 5", "RX 6", "PRO W5", "PRO W6", "GFX10", "NAVI1", "NAVI2", "680M", "660M"),
 }
 Predicted = dict[str, Any]
-SCHEMA = "wgpu-lora-gpu-compilers/1"
+SCHEMA = "wgpu-lora-gpu-compilers/2"
 WORST = 3  # kernels named in the summary
 
 
@@ -64,17 +66,51 @@ def summary(answers: Sequence[Answers]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("worst (values spilled)", overflow="fold")
     for one in answers:
-        bad = [row for row in one.rows if row.spills]
+        rows = [row for row in one.rows if not row.repeated]
+        bad = [row for row in rows if row.spills]
         worst = sorted(bad, key=weight, reverse=True)[:WORST]
         table.add_row(
             one.gpu.title,
             str(one.subgroup_size),
-            str(len(one.rows)),
+            str(len(rows)),
             str(sum(row.call["default"] for row in bad)),
             str(len(bad)),
             Text("\n".join(f"{label(row)}, {tiling(row)}: {amount(row)}" for row in worst) or "none"),
         )
     return table
+
+
+def best_first(rows: Iterable[Row]) -> list[Row]:
+    """Tilings of a call, the highest bound first; those that spill, or have no bound, last."""
+    return sorted(rows, key=lambda row: (row.spills, -row.bound.share if row.bound else 0))
+
+
+def bounds(answers: Sequence[Answers]) -> Table:
+    """A line for each kernel of products: the lowest bound of its default tilings, and a better tiling of that call."""
+    table = Table(
+        title="Share of the peak that the busiest port allows", title_justify="left", box=None, pad_edge=False
+    )
+    table.add_column("kernel", overflow="fold")
+    lines: dict[str, list[str]] = defaultdict(lambda: [""] * len(answers))
+    for column, one in enumerate(answers):
+        table.add_column(f"{one.gpu.name}, {one.subgroup_size}", overflow="fold")
+        calls, lowest = defaultdict[str, list[Row]](list), dict[str, Row]()
+        for row in one.rows:
+            calls[key(row.call, tiled=False)].append(row)
+            if row.bound and row.call["default"] and row.tiling.family != "few":  # memory decides there
+                name = f"{label(row)}, {row.tiling.family}"
+                lowest[name] = min(row, lowest.get(name, row), key=share)
+        for name, row in lowest.items():
+            best = best_first(calls[key(row.call, tiled=False)])[0]
+            better = f"; {share(best):.2f} in {tiling(best)}" if share(best) > share(row) else ""
+            lines[name][column] = f"{share(row):.2f} {row.bound.port if row.bound else ''}{better}"
+    for name, cells in lines.items():
+        table.add_row(name, *cells)
+    return table
+
+
+def share(row: Row) -> float:
+    return round(row.bound.share, 3) if row.bound else 0.0
 
 
 def amount(row: Row) -> str:
@@ -96,19 +132,25 @@ def details(one: Answers) -> Table:
         "instructions",
         "inner loop",
         "multiply-adds",
+        "bound",
     )
     for name in columns:
         table.add_column(name, justify="right")
-    for row in sorted(one.rows, key=weight, reverse=True):
+    table.add_column("counts", overflow="fold")
+    for row in sorted((row for row in one.rows if not row.repeated), key=weight, reverse=True):
         c = row.compiled
         kernel = Text(label(row), style="red" if row.spills else "")
         where = tiling(row) + (" (default)" if row.call["default"] else "")
         if c is None:
             table.add_row(kernel, where, "-", row.error)
             continue
-        loop = (
-            ("", "") if c.loop is None else (str(c.loop.instructions), f"{c.loop.share:.0%} ({c.loop.multiply_adds})")
-        )
+        loop = ["", "", "", ""]
+        if c.loop:
+            counts = ", ".join(
+                f"{count} {kind}" for kind, count in sorted(c.loop.counts.items(), key=lambda of: -of[1])
+            )
+            busiest = f"{row.bound.share:.2f} {row.bound.port}" if row.bound else ""
+            loop = [str(c.loop.instructions), f"{c.loop.share:.0%} ({c.loop.multiply_adds})", busiest, counts]
         figures = (c.registers, amount(row), c.occupancy, c.shared, c.instructions)
         table.add_row(kernel, where, *map(str, figures), *loop)
     return table
@@ -117,15 +159,18 @@ def details(one: Answers) -> Table:
 def show(answers: Sequence[Answers], every: bool) -> None:
     parts: list[Any] = [details(one) for one in answers] if every else []
     console = Console(width=None if Console().is_terminal else 160, highlight=False)
-    console.print(Group(*parts, summary(answers)))
+    console.print(Group(*parts, bounds(answers), summary(answers)))
 
 
 # -- predictions -------------------------------------------------------------------------------------------------------
 
 
-def key(call: Mapping[str, Any]) -> str:
-    """A compute pipeline (`Call.to_json`), as its kernel and a digest of all that is compiled into it."""
-    compiled = [call[name] for name in ("constants", "bindings", "tiling")]
+def key(call: Mapping[str, Any], tiled: bool = True) -> str:
+    """A compute pipeline (`Call.to_json`), as its kernel and a digest of all that is compiled into it.
+
+    tiled: whether the tiling is part of it.
+    """
+    compiled = [call[name] for name in ("constants", "bindings", *(["tiling"] if tiled else []))]
     digest = hashlib.sha256(json.dumps(compiled, sort_keys=True).encode()).hexdigest()
     return f"{call['kernel']} {digest[:12]}"
 
@@ -135,7 +180,8 @@ def predictions_json(answers: Sequence[Answers]) -> Predicted:
     devices = []
     for one in answers:
         rows = {
-            key(row.call): row.compiled and [getattr(row.compiled, name) for name in FIGURES]
+            key(row.call): row.compiled
+            and [*(getattr(row.compiled, name) for name in FIGURES[:-1]), share(row) if row.bound else None]
             for row in one.rows
             if row.call["default"]
         }
@@ -164,6 +210,22 @@ def figures(one: Predicted | None, calls: Iterable[Mapping[str, Any]]) -> list[P
     known = one["kernels"] if one else {}
     values = (known.get(key(call)) for call in calls)
     return [value and dict(zip(FIGURES, value, strict=True)) for value in values]
+
+
+def losses(one: Answers, predicted: Predicted) -> list[str]:
+    """A sentence for each default tiling whose bound has fallen. The predictions must be of the same driver."""
+    of = {"gpu": one.gpu.name, "subgroup_size": one.subgroup_size, "driver": one.driver}
+    known = next((device for device in predicted["devices"] if of.items() <= device.items()), None)
+    rows = [row for row in one.rows if row.call["default"] and row.compiled and not row.repeated]
+    sentences = []
+    for row, before in zip(rows, figures(known, (row.call for row in rows)), strict=True):
+        if before and before["bound"] and share(row) < (1 - LOSS) * before["bound"]:
+            where = f"{one.gpu.title}, subgroups of {one.subgroup_size}: {label(row)}, {tiling(row)}"
+            port = f"; the busiest port is {row.bound.port}" if row.bound else ""
+            sentences.append(
+                f"{where}: its bound fell from {before['bound']:.3f} of the peak to {share(row):.3f}{port}"
+            )
+    return sentences
 
 
 def read_predictions(file: Path = FILE) -> Predicted:

@@ -11,12 +11,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 from scripts.gpu_compilers.compiled_shader import Compiled, Unreadable
 from scripts.gpu_compilers.gpus import Gpu, Place
+from scripts.gpu_compilers.port_model import Bound, bound
 from scripts.gpu_compilers.recorded_kernels import Selection, calls
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device, DeviceOptions
@@ -31,11 +32,16 @@ TAIL = 12  # lines of a child that failed
 
 @dataclass(frozen=True)
 class Row:
-    """A compute pipeline (`Call.to_json`), and what the compiler made of it; None if it gave up."""
+    """A compute pipeline (`Call.to_json`), and what the compiler made of it; None if it gave up.
+
+    bound: of its inner loop. repeated: whether an earlier pipeline is the same program.
+    """
 
     call: dict[str, Any]
     compiled: Compiled | None
     error: str = ""
+    bound: Bound | None = None
+    repeated: bool = False
 
     @property
     def spills(self) -> bool:
@@ -52,7 +58,8 @@ class Row:
             compiled = asdict(self.compiled)
             if self.compiled.loop:
                 compiled["loop"]["share"] = round(self.compiled.loop.share, 3)
-        return {**self.call, **compiled}
+        bound = self.bound and {**asdict(self.bound), "share": round(self.bound.share, 3)}
+        return {**self.call, **compiled, "bound": bound, "repeated": self.repeated}
 
 
 @dataclass
@@ -117,7 +124,7 @@ def _read(answers: Answers, printed: IO[str], raw: Path | None) -> tuple[bool, l
         if "device" in marker:
             answers.device, answers.driver = marker["device"], marker["driver"]
         elif "call" in marker:
-            answers.rows.append(Row(marker["call"], *_parsed(gpu, section)))
+            answers.rows.append(_row(answers, marker["call"], section))
             if raw:
                 name = f"{gpu.name}-{answers.subgroup_size}-{len(answers.rows):03}-{marker['call']['kernel']}.txt"
                 (raw / name).write_text("\n".join([json.dumps(marker["call"]), *section]))
@@ -128,11 +135,17 @@ def _read(answers: Answers, printed: IO[str], raw: Path | None) -> tuple[bool, l
     return False, section
 
 
-def _parsed(gpu: Gpu, section: list[str]) -> tuple[Compiled | None, str]:
+def _row(answers: Answers, call: dict[str, Any], section: list[str]) -> Row:
+    if not any(section):  # drivers compile a program once, and then know it although its text differs
+        same = [row for row in answers.rows if all(row.call[n] == call[n] for n in ("kernel", "bindings", "tiling"))]
+        if same:
+            nearest = max(same, key=lambda row: len(row.call["constants"].items() & call["constants"].items()))
+            return replace(nearest, call=call, repeated=True)
     try:
-        return gpu.parse(section), ""
+        compiled = answers.gpu.parse(section)
     except Unreadable as error:
-        return None, f"the compiler's output has no statistics: {error}"
+        return Row(call, None, f"the compiler's output has no statistics: {error}")
+    return Row(call, compiled, bound=compiled.loop and bound(compiled.loop, answers.gpu.rates))
 
 
 def _sections(printed: IO[str]) -> Iterator[tuple[dict[str, Any], list[str]]]:

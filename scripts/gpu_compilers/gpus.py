@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.gpu_compilers.compiled_shader import Compiled, parse_amd, parse_apple, parse_nvidia
+from scripts.gpu_compilers.port_model import ADA, M1, RDNA1, RDNA3, RDNA4, Rates
 from wgpu_lora.errors import UserError
 
 RADV = {"RADV_DEBUG": "shaderstats,asm,nocache"}
@@ -32,6 +33,7 @@ class Gpu:
     driver: str
     chosen_by: dict[str, str]
     parse: Callable[[Sequence[str]], Compiled]
+    rates: Rates
     subgroups: tuple[int, ...]
     occupancy: tuple[str, int]
     newest: bool = True
@@ -40,16 +42,16 @@ class Gpu:
 WAVES = "subgroups of 32 per SIMD"  # RADV counts one of 64 twice
 
 
-def _amd(name: str, title: str, chip: str, waves: int, newest: bool = False) -> Gpu:
+def _amd(name: str, title: str, chip: str, rates: Rates, waves: int, newest: bool = False) -> Gpu:
     # RADV runs workgroups of 64 as one subgroup, so that is what `Device` measures; other drivers may use 32.
     chosen = {"AMDGPU_GPU_ID": chip, **RADV}
-    return Gpu(name, title, "amdgpu", "radeon", chosen, parse_amd, (64, 32), (WAVES, waves), newest)
+    return Gpu(name, title, "amdgpu", "radeon", chosen, parse_amd, rates, (64, 32), (WAVES, waves), newest)
 
 
 _ALL = (
-    _amd("rdna1", "RX 5700 XT (RDNA1)", "navi10", 20),
-    _amd("rdna3", "RX 7900 XTX (RDNA3)", "navi31", 16),
-    _amd("rdna4", "RX 9070 XT (RDNA4)", "gfx1201", 16, newest=True),
+    _amd("rdna1", "RX 5700 XT (RDNA1)", "navi10", RDNA1, 20),
+    _amd("rdna3", "RX 7900 XTX (RDNA3)", "navi31", RDNA3, 16),
+    _amd("rdna4", "RX 9070 XT (RDNA4)", "gfx1201", RDNA4, 16, newest=True),
     Gpu(
         "ada",
         "RTX 40 (Ada, NVK)",
@@ -57,6 +59,7 @@ _ALL = (
         "nouveau",
         {"NOUVEAU_CHIPSET": "0x192", "NAK_DEBUG": "print"},
         parse_nvidia,
+        ADA,
         (32,),
         ("warps per SM", 48),
     ),
@@ -67,6 +70,7 @@ _ALL = (
         "asahi",
         {"AGX_MESA_DEBUG": "shaderdb,stats,shaders"},
         parse_apple,
+        M1,
         (32,),
         ("threads per core", 1024),
     ),

@@ -65,10 +65,10 @@ def bound(loop: Loop, rates: Rates) -> Bound | None:
 # Vector, transcendental and scalar units: get_perf_info() of the compiler, Mesa's src/amd/compiler/aco_statistics.cpp.
 # v_mul_lo_u32 and its like take 4 cycles of the vector unit, a product of 16x16x16 on RDNA3 takes 32.
 # Matrices of 16 bits: 512 FLOPS per clock and CU (two SIMDs) on RDNA3, 1,024 on RDNA4: "Using the Matrix Cores of AMD
-# RDNA 4 architecture GPUs", gpuopen.com/learn/using_matrix_core_amd_rdna4; "32 clocks": gpuopen.com/learn/wmma_on_rdna3.
-# Whether RDNA4's vector unit works beside its matrices is unknown. Here it does not.
-# f32: two multiply-adds per cycle on RDNA3 and 4, in an instruction of two parts (VOPD), or for both halves of a subgroup
-# of 64 at once: "RDNA3 Instruction Set Architecture" guide, amd.com, Dual Issue VALU.
+# RDNA 4 architecture GPUs", gpuopen.com/learn/using_matrix_core_amd_rdna4, and gpuopen.com/learn/wmma_on_rdna3. Whether
+# RDNA4's vector unit works beside its matrices is unknown. Here it does not.
+# f32: two multiply-adds per cycle on RDNA3 and 4, in an instruction of two parts (VOPD), or for both halves of a
+# subgroup of 64: "RDNA3 Instruction Set Architecture" guide, amd.com, Dual Issue VALU.
 # Workgroup memory and the L0 cache: 128 bytes per clock and CU each: "RDNA Architecture" whitepaper, amd.com. Permutes
 # through workgroup memory move a word as a load does.
 
@@ -98,7 +98,7 @@ RDNA3 = _amd(2, 8, BOTH_HALVES)
 RDNA4 = _amd(2, 4, BOTH_HALVES)
 
 # -- NVIDIA ------------------------------------------------------------------------------------------------------------
-# Results per clock and SM of capability 8.9: CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions":
+# Results per clock and SM, capability 8.9: CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions":
 # 128 f32, 64 integer, 16 transcendental, 32 shuffled. A quarter of an SM issues an instruction of 32 lanes per cycle.
 # Shuffles and memory share a queue (MIO), which moves 128 bytes per clock and SM: Jia et al., "Dissecting the NVIDIA
 # Turing T4 GPU via Microbenchmarking", arXiv:1903.07486.
