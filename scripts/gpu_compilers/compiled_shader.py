@@ -129,12 +129,13 @@ def innermost(code: Sequence[Instruction], following: Sequence[Sequence[int]], l
     for first, body in bodies.items():
         if any(other in body for other in bodies if other != first):
             continue
-        counted = [code[place] for place in body if code[place].kind != Kind.WAIT]
+        counted = [code[place] for place in body]
         counts = Counter[Kind]()
         for one in counted:
             counts[one.kind] += one.amount
+        counted = [one for one in counted if one.kind != Kind.WAIT]
         sums = sum(one.multiply_adds for one in counted)
-        found.append(Loop(len(counted), sum(one.multiply_adds > 0 for one in counted), sums, dict(counts), lanes))
+        found.append(Loop(len(counted), sum(one.multiply_adds > 0 for one in counted), sums, dict(+counts), lanes))
     return max(found, key=lambda loop: (loop.multiply_adds, loop.instructions), default=None)
 
 
@@ -318,7 +319,7 @@ def parse_nvidia(lines: Sequence[str]) -> Compiled:
             break
         if block := NVIDIA_BLOCK.match(line):
             places[int(block[1])] = len(code)
-            code.append(Instruction(Kind.WAIT))  # a block may be empty
+            code.append(Instruction(Kind.WAIT, amount=0))  # a block may be empty
             following.append([len(code)])
         elif after := NVIDIA_NEXT.match(line):
             jumps.append((len(code) - 1, [int(number) for number in re.findall(r"\d+", after[1])]))
