@@ -30,9 +30,10 @@ def test_a_tiling_that_needs_too_many_registers_is_found(tmp_path: Path, capsys:
     assert main([*run, "--tiling", json.dumps(hungry.to_json())]) == 1
     assert "broadcast 32x8" in capsys.readouterr().err
     content = json.loads(found.read_text())
-    assert content["schema"] == "wgpu-lora-gpu-compilers/1"
+    assert content["schema"] == "wgpu-lora-gpu-compilers/2"
     (device,) = content["devices"]
     rows = {tuple(sorted(row["tiling"].items())): row for row in device["kernels"]}
     assert rows[tuple(sorted(hungry.to_json().items()))]["spilled"] > 0
     assert any(row["default"] and row["registers"] > 32 and row["loop"]["multiply_adds"] for row in device["kernels"])
+    assert any(row["bound"]["port"] == "VALU" and 0.3 < row["bound"]["share"] < 1 for row in device["kernels"])
     assert len(list((tmp_path / "raw").iterdir())) >= len(device["kernels"])
