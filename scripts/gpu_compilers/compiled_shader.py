@@ -107,35 +107,45 @@ def matrix(sizes: Iterable[str], sums: str) -> Instruction:
 def innermost(code: Sequence[Instruction], following: Sequence[Sequence[int]], lanes: int = 32) -> Loop | None:
     """The innermost loop with the most multiply-adds, wherever the compiler put its parts.
 
+    Both sides of a branch count.
     following: of each instruction, the places in `code` of those that may run next.
     """
+    if not code:
+        return None
+
+    def walk(start: int, edges: Sequence[Sequence[int]], inside: set[int]) -> set[int]:
+        reached, waiting = set[int](), [start]
+        while waiting:
+            new = (inside & {*edges[waiting.pop()]}) - reached
+            reached |= new
+            waiting += new
+        return reached
+
+    used = {0} | walk(0, following, set(range(len(code))))
     preceding: list[list[int]] = [[] for _ in code]
-    for place, after in enumerate(following):
-        for target in after:
+    for place in used:
+        for target in following[place]:
             preceding[target].append(place)
-    bodies: dict[int, set[int]] = {}  # first instruction -> all of the loop, of natural loops
-    for source, after in enumerate(following):
-        for first in after:
-            if first <= source:
-                body, reached = {first}, [source]
-                while reached:
-                    place = reached.pop()
-                    if place not in body:
-                        body.add(place)
-                        reached += preceding[place]
-                if first == 0 or 0 not in body:  # else it can be entered elsewhere, so it is none
-                    bodies.setdefault(first, set()).update(body)
+    pivots = sorted(target for target in used if any(place >= target for place in preceding[target]))
+
+    def innermost_of(places: set[int]) -> list[set[int]]:
+        """Strongly connected parts, which have no others within once they cannot be entered."""
+        bodies, rest = list[set[int]](), set(places)
+        for pivot in pivots:
+            if pivot in rest and (body := walk(pivot, following, rest) & walk(pivot, preceding, rest)):
+                rest -= body
+                entries = {place for place in body if not body.issuperset(preceding[place])} or {pivot}
+                bodies += innermost_of(body - entries) or [body]
+        return bodies
+
     found = []
-    for first, body in bodies.items():
-        if any(other in body for other in bodies if other != first):
-            continue
-        counted = [code[place] for place in body]
+    for body in innermost_of(used):
         counts = Counter[Kind]()
-        for one in counted:
-            counts[one.kind] += one.amount
-        counted = [one for one in counted if one.kind != Kind.WAIT]
-        sums = sum(one.multiply_adds for one in counted)
-        found.append(Loop(len(counted), sum(one.multiply_adds > 0 for one in counted), sums, dict(+counts), lanes))
+        for place in body:
+            counts[code[place].kind] += code[place].amount
+        working = [code[place] for place in body if code[place].kind != Kind.WAIT]
+        sums = sum(one.multiply_adds for one in working)
+        found.append(Loop(len(working), sum(one.multiply_adds > 0 for one in working), sums, dict(+counts), lanes))
     return max(found, key=lambda loop: (loop.multiply_adds, loop.instructions), default=None)
 
 

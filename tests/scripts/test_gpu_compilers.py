@@ -126,6 +126,13 @@ def test_what_follows_a_loop_may_stand_inside_it() -> None:
     assert innermost(code, [[1], [2, 4], [3], [], [1]]) == Loop(2, 1, 1, {INTEGER: 1, F: 1})
 
 
+def test_a_loop_whose_test_stands_at_its_end_is_not_the_one_around_it() -> None:
+    code = [Instruction(), Instruction(), Instruction(F, 1), Instruction(F, 1), Instruction(SCALAR), Instruction()]
+    padding = Instruction(WAIT)
+    rotated = [[1], [5], [3], [4], [5], [3, 6], [0]]  # 3 to 5 is entered at 5; 2 is never run
+    assert innermost([*code[:2], padding, *code[2:]], rotated) == Loop(3, 2, 2, {F: 2, SCALAR: 1})
+
+
 def test_dual_and_packed_instructions_of_amd_do_two() -> None:
     statistics = lines("amd")[-28:]
     dual = "\tv_dual_fmac_f32 v43, s8, v109 :: v_dual_mul_f32 v110, v110, v66 ; c806da08 2b6e856e"
