@@ -15,7 +15,7 @@ from scripts.gpu_compilers.compiled_shader import Kind, Loop
 
 Costs = Mapping[Kind, Mapping[str, float]]
 MATRICES = frozenset({Kind.MATRIX, Kind.MATRIX_F16})
-FEW = 16  # multiply-adds of a lane in an iteration; norms have 2, the smallest products 64
+FEW = 32  # multiply-adds of a lane in an iteration: norms have 2, optimizers 29, products 64
 
 
 @dataclass(frozen=True)
