@@ -148,7 +148,7 @@ GPUS ?=
 gpu-compilers: setup  ## what the compilers of five GPUs make of the kernels, without a GPU (GPUS='--gpu rdna3 --details')
 	$(BIN)/python -m scripts.gpu_compilers --json gpu-compilers.json $(GPUS)
 
-test-gpu-compilers: setup .venv/all  ## no kernel spills on AMD's GPUs, by their compiler; and the check fails when it should
+test-gpu-compilers: setup .venv/all  ## no kernel spills on AMD's GPUs or loses 5% of its bound, by their compiler; and the check fails when it should
 	$(BIN)/python -m scripts.gpu_compilers --check --gpu rdna1 --gpu rdna3 --shape qwen2.5-0.5b --shape qwen2.5-7b --shape qwen3.5-0.8b --head-dim 256
 	$(BIN)/python -m scripts.gpu_compilers --check --gpu rdna1 --gpu rdna3 --shape qwen2.5-7b --base-dtype q6_k --kernel gguf_matmul
 	$(PYTEST) -n $(JOBS) tests/scripts/runs

@@ -223,15 +223,15 @@ def step(device: Device, work: Work) -> Iterator[Record]:
         yield {"kind": "tuning", **_alternating({"default": one, "tuned": tuned}, work.rounds)}
 
 
-def _bounds(step: TrainingStep, profile: Profile) -> dict[tuple[str, str], float | None]:
+def _bounds(step: TrainingStep, profile: Profile) -> dict[tuple[str, str | None], float]:
     """The share of the GPU's peak that compilers predict for each kernel and shape; the lowest of its pipelines."""
     device, dispatches = step.session.device, [one for program in step.session.programs() for one in program.dispatches]
     calls = [Call(one.kernel, one.present, one.constants, one.tiling, True).to_json() for one in dispatches]
-    found: dict[tuple[str, str], float | None] = {}
+    found: dict[tuple[str, str | None], float] = {}
     for piece, figure in zip(profile.pieces, figures(nearest(device, read_predictions()), calls), strict=True):
         if figure and figure["bound"]:
-            before = found.get((piece.kernel, piece.shape))
-            found[piece.kernel, piece.shape] = min(figure["bound"], before or 1.0)
+            of = piece.kernel, piece.shape
+            found[of] = min(figure["bound"], found.get(of, figure["bound"]))
     return found
 
 

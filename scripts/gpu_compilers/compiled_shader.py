@@ -45,7 +45,7 @@ class Loop:
     instructions: of one iteration, without those that only schedule others.
     multiplying: those of them that multiply and add.
     multiply_adds: of a lane; packed and dual instructions do two, matrix instructions their part of a subgroup of 32.
-    counts: instructions by kind; for memory the 32-bit words of a lane, for matrices 1,024 multiply-adds of a subgroup.
+    counts: instructions by kind; for memory the 32-bit words of a lane, for matrices 512 multiply-adds of a subgroup.
     lanes: of a subgroup, as it was compiled.
     """
 
@@ -101,7 +101,7 @@ def kind_of(name: str, kinds: Kinds) -> Kind:
 def matrix(sizes: Iterable[str], sums: str) -> Instruction:
     """A product of matrices of these three sizes, by a subgroup."""
     count = prod(map(int, sizes))
-    return Instruction(Kind.MATRIX_F16 if sums == "f16" else Kind.MATRIX, count // 32, count // 1024)
+    return Instruction(Kind.MATRIX_F16 if sums == "f16" else Kind.MATRIX, count // 32, count // 512)
 
 
 def innermost(code: Sequence[Instruction], following: Sequence[Sequence[int]], lanes: int = 32) -> Loop | None:

@@ -25,7 +25,7 @@ class Rates:
     What several of them share, such as workgroup memory, has the cycles that it takes if all of them use it.
 
     peak: f32 multiply-adds of a lane in a cycle.
-    costs: of an instruction of each kind, of a 32-bit word of a lane in memory, or of 1,024 multiply-adds of matrices,
+    costs: of an instruction of each kind, of a 32-bit word of a lane in memory, or of 512 multiply-adds of matrices,
         by port: cycles of a subgroup of 32.
     issue: cycles of any instruction on a port of its own, 0 if ports take instructions of several subgroups at once.
     one_pass: kinds that take no longer for a subgroup of 64. The others take twice as long.
@@ -70,7 +70,7 @@ def bound(loop: Loop, rates: Rates) -> Bound | None:
 # f32: two multiply-adds per cycle on RDNA3 and 4, in an instruction of two parts (VOPD), or for both halves of a
 # subgroup of 64: "RDNA3 Instruction Set Architecture" guide, amd.com, Dual Issue VALU.
 # Workgroup memory and the L0 cache: 128 bytes per clock and CU each: "RDNA Architecture" whitepaper, amd.com. Permutes
-# through workgroup memory move a word as a load does.
+# through workgroup memory move a word as a load does. Reads of one lane are assumed to run once in a subgroup of 64.
 
 
 def _amd(peak: float, matrix: float, one_pass: frozenset[Kind] = frozenset()) -> Rates:
@@ -94,8 +94,8 @@ def _amd(peak: float, matrix: float, one_pass: frozenset[Kind] = frozenset()) ->
 
 BOTH_HALVES = frozenset({Kind.MULTIPLY_ADD, Kind.FLOAT})
 RDNA1 = _amd(1, 0)
-RDNA3 = _amd(2, 8, BOTH_HALVES)
-RDNA4 = _amd(2, 4, BOTH_HALVES)
+RDNA3 = _amd(2, 4, BOTH_HALVES)
+RDNA4 = _amd(2, 2, BOTH_HALVES)
 
 # -- NVIDIA ------------------------------------------------------------------------------------------------------------
 # Results per clock and SM, capability 8.9: CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions":
@@ -109,8 +109,8 @@ ADA = Rates(
     1,
     {
         Kind.MULTIPLY_ADD: {"FMA": 1},
-        Kind.MATRIX: {"tensor": 16},
-        Kind.MATRIX_F16: {"tensor": 8},
+        Kind.MATRIX: {"tensor": 8},
+        Kind.MATRIX_F16: {"tensor": 4},
         Kind.FLOAT: {"FMA": 1},
         Kind.INTEGER: {"integer": 2},
         Kind.TRANSCENDENTAL: {"transcendental": 8},

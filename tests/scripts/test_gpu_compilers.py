@@ -309,7 +309,7 @@ def test_matrix_units() -> None:
     ],
 )
 def test_peaks_are_those_of_the_vendors(rates: Rates, kind: Kind | None, units: int, hertz: float, tera: float) -> None:
-    per_cycle = 1024 / max(rates.costs[kind].values()) if kind else 32 * rates.peak
+    per_cycle = 512 / max(rates.costs[kind].values()) if kind else 32 * rates.peak
     assert 2 * per_cycle * units * hertz / 1e12 == pytest.approx(tera, rel=0.01)
 
 
