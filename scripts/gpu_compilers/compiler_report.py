@@ -230,7 +230,7 @@ def losses(one: Answers, predicted: Predicted) -> list[str]:
             sentences.append(
                 f"{where}: its bound fell from {before['bound']:.3f} of the peak to {share(row):.3f}{port}"
             )
-    return sentences
+    return list(dict.fromkeys(sentences))
 
 
 def read_predictions(file: Path = FILE) -> Predicted:
