@@ -32,6 +32,7 @@ from scripts.gpu_compilers.recorded_kernels import Selection
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.brick_results import Writer
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.backends import DAWN, WGPU
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.models.published_shapes import SHAPES
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
@@ -99,6 +100,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--compute-dtype", choices=("f32", "bf16", "f16"), default="f32")
     parser.add_argument("--activation-dtype", choices=("f32", "bf16", "f16"), default="f32")
     parser.add_argument("--base-dtype", default=DEFAULT_FORMAT, help="of the frozen matrices")
+    parser.add_argument(
+        "--backend", choices=(WGPU, DAWN), default=WGPU, help=f"{DAWN} has matrix units (--compute-dtype f16)"
+    )
     parser.add_argument("--default-only", action="store_true", help="leave out tilings that only the tuner chooses")
     parser.add_argument("--kernel", action="append", default=[], help="part of a name; repeatable (default: all)")
     parser.add_argument("--tiling", type=tiling, help="another tiling for tuned kernels, as JSON; see gpu/tiling.py")
@@ -134,6 +138,7 @@ def main(argv: list[str] | None = None) -> int:
         args.tiling,
         args.activation_dtype,
         args.base_dtype,
+        args.backend,
     )
     try:
         answers = ask_all(gpus, args.subgroup_size, selection, args.root.resolve(), args.in_root, args.jobs, args.raw)

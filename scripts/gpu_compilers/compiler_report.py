@@ -82,8 +82,8 @@ def summary(answers: Sequence[Answers]) -> Table:
 
 
 def best_first(rows: Iterable[Row]) -> list[Row]:
-    """Tilings of a call, the highest bound first; those that spill, or have no bound, last."""
-    return sorted(rows, key=lambda row: (row.spills, -row.bound.share if row.bound else 0))
+    """Tilings of a call, the fastest by their bound first; those that spill, or have no bound, last."""
+    return sorted(rows, key=lambda row: (row.spills, -row.bound.speed if row.bound else 0))
 
 
 def bounds(answers: Sequence[Answers]) -> Table:
@@ -103,7 +103,7 @@ def bounds(answers: Sequence[Answers]) -> Table:
                 lowest[name] = min(row, lowest.get(name, row), key=share)
         for name, row in lowest.items():
             best = best_first(calls[key(row.call, tiled=False)])[0]
-            better = f"; {share(best):.2f} in {tiling(best)}" if share(best) > share(row) else ""
+            better = f"; {share(best):.2f} in {tiling(best)}" if best_first([row, best])[0] is best else ""
             lines[name][column] = f"{share(row):.2f} {row.bound.port if row.bound else ''}{better}"
     for name, cells in lines.items():
         table.add_row(name, *cells)

@@ -177,7 +177,7 @@ def compile_all(subgroup_size: int, selection: Selection, skipped: int) -> None:
     """
     # A driver that prints to both streams would break lines of the one that is buffered.
     _LIBC.setvbuf(ctypes.c_void_p.in_dll(_LIBC, "stdout"), None, LINES, 0)
-    device = Device(0, DeviceOptions(subgroup_size=subgroup_size))
+    device = Device(0, DeviceOptions(subgroup_size=subgroup_size, backend=selection.backend))
     mark({"device": device.info.name, "driver": device.info.driver, "software": device.capabilities.software})
     for call in calls(selection, device)[skipped:]:
         mark({"call": call.to_json()})

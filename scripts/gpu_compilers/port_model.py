@@ -39,10 +39,13 @@ class Rates:
 
 @dataclass(frozen=True)
 class Bound:
-    """share: of the peak. port: the busiest. cycles: of one iteration, by port."""
+    """share: of the peak, which is that of matrix units if the loop uses them. port: the busiest.
+    speed: multiply-adds per cycle of one of 32 lanes. cycles: of one iteration, by port.
+    """
 
     share: float
     port: str
+    speed: float
     cycles: Mapping[str, float]
 
 
@@ -55,10 +58,11 @@ def bound(loop: Loop, rates: Rates) -> Bound | None:
         passes = 1 if kind in rates.one_pass else loop.lanes // 32
         for port, cost in rates.costs.get(kind, {}).items():
             cycles[port] += count * cost * passes
-    needed = sum(count * max(rates.costs[kind].values()) for kind, count in loop.counts.items() if kind in MATRICES)
-    needed = needed or loop.multiply_adds * loop.lanes / 32 / rates.peak
+    matrices = {kind: count for kind, count in loop.counts.items() if kind in MATRICES}
+    done = sum(matrices.values()) * 512 / 32 or loop.multiply_adds * loop.lanes / 32
+    needed = sum(count * max(rates.costs[kind].values()) for kind, count in matrices.items()) or done / rates.peak
     port = max(cycles, key=lambda name: cycles[name])
-    return Bound(needed / cycles[port], port, {name: cycles[name] for name in cycles if cycles[name]})
+    return Bound(needed / cycles[port], port, done / cycles[port], +cycles)
 
 
 # -- AMD ---------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ from typing import Any
 
 from wgpu_lora.bench.training_step import TrainingStep, adapter_set
 from wgpu_lora.distill.teacher import Teacher, TopK
+from wgpu_lora.gpu.backends import WGPU
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.device_list import MAPPABLE
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.program import Program
@@ -43,6 +45,7 @@ class Selection:
 
     candidates: whether to compile every tiling that the tuner may choose, or only the default.
     kernels: parts of names, () for all. tiling: is compiled beside a matching kernel's own, if it is tuned.
+    backend: the WebGPU implementation; only Dawn has matrix units.
     """
 
     shapes: tuple[str, ...] = ()
@@ -55,6 +58,7 @@ class Selection:
     tiling: dict[str, Any] | None = None
     activation_dtype: str = "f32"
     base_dtype: str = DEFAULT_FORMAT
+    backend: str = WGPU
 
 
 @dataclass
@@ -135,23 +139,25 @@ def steps_of(config: ModelConfig, selection: Selection, device: Device) -> Itera
             yield step, program
 
 
-def _arguments(selection: Selection) -> TrainingArguments:
+def _arguments(model: LoadedModel, selection: Selection) -> TrainingArguments:
     return TrainingArguments(
         per_device_train_batch_size=1,
         max_length=selection.tokens,
         lora_r=selection.rank,
         compute_dtype=selection.compute_dtype,
         activation_dtype=selection.activation_dtype,
-        offload_activations=True,  # the kernel that copies, too
+        offload_activations=MAPPABLE in model.device.features,  # the kernel that copies, too
     )
 
 
 def _training(model: LoadedModel, selection: Selection) -> list[Program]:
-    return TrainingStep(model, _arguments(selection)).session.programs()
+    return TrainingStep(model, _arguments(model, selection)).session.programs()
 
 
 def _dora(model: LoadedModel, selection: Selection) -> list[Program]:
-    return TrainingStep(model, replace(_arguments(selection), use_dora=True, lora_dropout=0.1)).session.programs()
+    return TrainingStep(
+        model, replace(_arguments(model, selection), use_dora=True, lora_dropout=0.1)
+    ).session.programs()
 
 
 def _distillation(model: LoadedModel, selection: Selection) -> list[Program]:

@@ -288,6 +288,9 @@ def test_matrix_units() -> None:
     assert bounded(amd, RDNA4) == (pytest.approx(256 / 294), "VALU")
     half = amd_loop(v_wmma_f16_16x16x16_f16=16, ds_load_b128=80)
     assert bounded(half, RDNA4) == (pytest.approx(256 / 640), "LDS")
+    found = bound(amd, RDNA3)
+    assert found
+    assert found.speed == pytest.approx(amd.multiply_adds / 550)
     nvidia = nvidia_loop(hmma_m16n8k16_f32=16, ld_shared_strong_cta_b128=8, iadd3=20)
     assert nvidia.multiply_adds == 16 * 2048 // 32
     assert bounded(nvidia, ADA) == (1, "tensor")
