@@ -103,7 +103,7 @@ def bounds(answers: Sequence[Answers]) -> Table:
                 lowest[name] = min(row, lowest.get(name, row), key=share)
         for name, row in lowest.items():
             best = best_first(calls[key(row.call, tiled=False)])[0]
-            better = f"; {share(best):.2f} in {tiling(best)}" if best_first([row, best])[0] is best else ""
+            better = f"; {share(best):.2f} in {tiling(best)}" if best is not row else ""
             lines[name][column] = f"{share(row):.2f} {row.bound.port if row.bound else ''}{better}"
     for name, cells in lines.items():
         table.add_row(name, *cells)

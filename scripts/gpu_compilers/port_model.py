@@ -62,7 +62,7 @@ def bound(loop: Loop, rates: Rates) -> Bound | None:
     done = sum(matrices.values()) * 512 / 32 or loop.multiply_adds * loop.lanes / 32
     needed = sum(count * max(rates.costs[kind].values()) for kind, count in matrices.items()) or done / rates.peak
     port = max(cycles, key=lambda name: cycles[name])
-    return Bound(needed / cycles[port], port, done / cycles[port], +cycles)
+    return Bound(needed / cycles[port], port, done / cycles[port], dict(+cycles))
 
 
 # -- AMD ---------------------------------------------------------------------------------------------------------------

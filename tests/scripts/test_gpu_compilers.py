@@ -365,6 +365,8 @@ def test_the_check_fails_if_a_bound_falls(capsys: pytest.CaptureFixture[str]) ->
 def test_tilings_by_bound() -> None:
     rows = [row(4, 0.5, True), row(8, 0.9, False, spilled=3), row(2, 0.4, False), row(1, 0.6, False)]
     assert [one.tiling.cols for one in best_first(rows)] == [1, 4, 2, 8]
+    (device,) = json.loads(json.dumps(to_json([Answers(GPUS["ada"], 32, rows=rows)], {})))["devices"]
+    assert device["kernels"][0]["bound"]["cycles"] == {"issue": 1000, "FMA": 500, "integer": 1000}
     console = Console(width=200)
     with console.capture() as printed:
         console.print(bounds([Answers(GPUS["ada"], 32, rows=rows)]))
