@@ -179,7 +179,7 @@ AMD_KINDS: Kinds = (
 )
 AMD_MATRIX = re.compile(r"v_s?wmmac?_(f32|f16|bf16)_(\d+)x(\d+)x(\d+)_")
 AMD_64 = re.compile(r"\t(\w+saveexec_b64 |s_mov_b64 exec, |v_cmpx?_\w+ (vcc|s\[\d+:\d+\]), )")
-AMD_WIDTH = re.compile(r"(2addr_|2_|2st64_)?(?:b|dwordx)(\d+)$")
+AMD_WIDTH = re.compile(r"(2addr_(?:stride64_)?|2(?:st64)?_)?(?:b|dwordx)(\d+)$")
 
 
 def amd_instruction(name: str, text: str) -> Instruction:

@@ -326,7 +326,9 @@ def test_a_subgroup_of_64_takes_twice_as_long_unless_both_halves_run_at_once() -
 
 
 def test_memory_is_counted_in_words() -> None:
-    found = amd_loop(v_fmac_f32_e32=1, ds_load_2addr_b64=1, ds_read2_b32=1, ds_store_b16=1, buffer_load_dwordx4=1)
+    found = amd_loop(
+        v_fmac_f32_e32=1, ds_load_2addr_stride64_b64=1, ds_read2_b32=1, ds_store_b16=1, buffer_load_dwordx4=1
+    )
     assert (found.counts[Kind.WORKGROUP], found.counts[GLOBAL]) == (4 + 2 + 1, 4)
     assert amd_loop(v_fmac_f32_e32=1, global_load_b96=2).counts[GLOBAL] == 6
     found = nvidia_loop(ffma_ftz=1, st_shared_strong_cta_b128=1, ld_global_a64_constant_b32=1)
@@ -443,6 +445,7 @@ def test_a_kernel_that_is_wrong_loses_no_other_measurement(
     broken(kernel, compiles=compiles)
     monkeypatch.setattr(device, "verdicts", Verdicts(device, tmp_path))
     monkeypatch.setattr(gpu_report, "Device", lambda _: device)
+    monkeypatch.setattr(gpu_report, "figures", lambda _, calls: [{"bound": 0.5} for _ in calls])
     monkeypatch.setattr(gpu_report, "Tuner", partial(Tuner, seconds=0.0, directory=tmp_path))
     records: list[dict[str, Any]] = []
     job = {"shape": "tiny-qwen3", "tokens": 16, "rounds": 1, "candidates": False}
@@ -453,7 +456,7 @@ def test_a_kernel_that_is_wrong_loses_no_other_measurement(
     assert "tiling" in kinds
     if compiles:  # a step can be taken
         assert {"kernel", "time", "tuning"} <= kinds
-        assert all(record["predicted_bound"] is None for record in records if record["kind"] == "time")
+        assert {record["predicted_bound"] for record in records if record["kind"] == "time"} == {0.5}
         right = {record["kernel"] for record in records if record["kind"] == "kernel" and record["right"]}
         assert {"rmsnorm_forward", "nf4_matmul"} <= right
     else:
