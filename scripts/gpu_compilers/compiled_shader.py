@@ -93,7 +93,7 @@ class Instruction:
 Kinds = Sequence[tuple[str, Kind]]
 
 
-def kind_of(name: str, kinds: Kinds) -> Kind:
+def first_kind(name: str, kinds: Kinds) -> Kind:
     """The kind of the first pattern that matches a name's beginning, else INTEGER."""
     return next((kind for pattern, kind in kinds if re.match(pattern, name)), Kind.INTEGER)
 
@@ -187,7 +187,7 @@ def amd_instruction(name: str, text: str) -> Instruction:
         return matrix(one.groups()[1:], "f16" if one[1] == "f16" else "f32")
     if sums := sum(2 if packed else 1 for packed in AMD_MULTIPLIES.findall(text)):
         return Instruction(Kind.MULTIPLY_ADD, sums)
-    kind, amount = kind_of(name, AMD_KINDS), 1
+    kind, amount = first_kind(name, AMD_KINDS), 1
     if kind in (Kind.WORKGROUP, Kind.GLOBAL) and (width := AMD_WIDTH.search(name)):
         bits = int(width[2]) * (32 if "dword" in width[0] else 1)
         amount = max(1, bits // 32) * (2 if width[1] else 1)
@@ -248,7 +248,7 @@ APPLE_KINDS: Kinds = (
 
 
 def apple_instruction(name: str, text: str) -> Instruction:
-    kind, amount = kind_of(name, APPLE_KINDS), 1
+    kind, amount = first_kind(name, APPLE_KINDS), 1
     if kind in (Kind.WORKGROUP, Kind.GLOBAL) and (width := APPLE_WIDTH.search(text)):
         amount = -(-int(width[1]) * len(width[2]) // 32)
     return Instruction(kind, int(kind == Kind.MULTIPLY_ADD), amount)
@@ -308,7 +308,7 @@ NVIDIA_WIDTH = re.compile(r"\.(?:[bui](\d+)|x(\d))\b")  # x: matrices of 8 x 8 h
 def nvidia_instruction(name: str, uniform: bool) -> Instruction:
     if one := NVIDIA_MATRIX.match(name):
         return matrix(one.groups()[:3], one[4])
-    kind, amount = Kind.SCALAR if uniform else kind_of(name, NVIDIA_KINDS), 1
+    kind, amount = Kind.SCALAR if uniform else first_kind(name, NVIDIA_KINDS), 1
     if kind in (Kind.WORKGROUP, Kind.GLOBAL) and (widths := NVIDIA_WIDTH.findall(name)):
         bits, matrices = widths[-1]
         amount = int(matrices) if matrices else max(1, int(bits) // 32)

@@ -1,4 +1,4 @@
-"""The check fails for a tiling that needs too many registers, on AMD's real compiler (`make test-gpu-compilers`)."""
+"""Kernels in AMD's real compiler: too many registers fail the check (`make test-gpu-compilers`), matrix units are used."""
 
 from __future__ import annotations
 
@@ -37,3 +37,13 @@ def test_a_tiling_that_needs_too_many_registers_is_found(tmp_path: Path, capsys:
     assert any(row["default"] and row["registers"] > 32 and row["loop"]["multiply_adds"] for row in device["kernels"])
     assert any(row["bound"]["port"] == "VALU" and 0.3 < row["bound"]["share"] < 1 for row in device["kernels"])
     assert len(list((tmp_path / "raw").iterdir())) >= len(device["kernels"])
+
+
+def test_matrix_units_are_compiled_through_dawn(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    of = ["--gpu", "rdna3", "--subgroup-size", "32", "--shape", "qwen2.5-0.5b", "--kernel", "nf4_matmul"]
+    assert main([*of, "--backend", "dawn", "--compute-dtype", "f16", "--default-only", "--json", str(found)]) == 0
+    (device,) = json.loads(found.read_text())["devices"]
+    rows = [row for row in device["kernels"] if row["tiling"]["family"] == "matrix"]
+    assert rows
+    assert all(row["loop"]["counts"]["matrix"] and 0.5 < row["bound"]["share"] < 1 for row in rows)
