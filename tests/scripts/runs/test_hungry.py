@@ -1,4 +1,4 @@
-"""Kernels in AMD's real compiler: too many registers fail the check (`make test-gpu-compilers`), matrix units are used."""
+"""Kernels in AMD's real compiler (`make test-gpu-compilers`): too many registers fail the check."""
 
 from __future__ import annotations
 
