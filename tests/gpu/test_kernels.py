@@ -154,7 +154,7 @@ def test_a_gpu_without_subgroups_multiplies_through_workgroup_memory() -> None:
     assert case.kernel.tilings(Capabilities(0, software=True), call)[0].family == "plain"
     assert case.kernel.tilings(Capabilities(0), {**call, "m": 1})[0].family == "plain"
     assert SHARED[64] in case.kernel.tilings(Capabilities(32), call)
-    assert SHARED[64] not in case.kernel.tilings(Capabilities(32, registers=80), call)
+    assert SHARED[64] not in case.kernel.tilings(Capabilities(32, registers=128), call)
 
 
 SHADERS = {f"shaders/{kernel.file}" for kernel in REGISTRY.values()}

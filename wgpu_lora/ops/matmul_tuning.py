@@ -50,7 +50,7 @@ def through_workgroup(capabilities: Capabilities, c: Any) -> list[Tiling]:
     return [
         Tiling(WORKGROUP, threads, 8, cols, 16)
         for threads, cols in shapes
-        if sums * 8 * cols + 32 <= capabilities.registers
+        if sums * 8 * cols + 72 <= capabilities.registers
     ]
 
 
