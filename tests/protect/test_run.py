@@ -163,7 +163,8 @@ def test_a_run_is_that_of_the_data_in_the_clear_and_proven(
     # The same rows in the clear.
     plain = tmp_path / "plain.jsonl"
     plain.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {**OPTIONS, "data": str(plain), "output": str(tmp_path / "plain")}
+    # A protected job's default rate does not depend on the model.
+    options = {**OPTIONS, "data": str(plain), "output": str(tmp_path / "plain"), "learning_rate": 2e-4}
     model = open_model(OPTIONS["model"], device, "nf4")
     whole = prepare_job(TrainingArguments(**options), model).train()
     model.unload()

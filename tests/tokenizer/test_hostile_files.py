@@ -118,7 +118,7 @@ for name, (document, _, source) in json.load(sys.stdin).items():
         found = Tokenizer.load(Path("."))
         if source:
             found.render([{"role": "user", "content": "Hi"}])
-        for text in ("hello", "a" * 80_000, " " * 20_000 + "x"):
+        for text in ("hello", "a" * 160_000, " " * 20_000 + "x"):
             found.decode(found.encode(text, True)[:1000])
         sentence = ""
     except UserError as error:

@@ -42,7 +42,7 @@ def test_a_record_of_the_version_before_is_read_and_written_as_todays(tmp_path: 
     written = json.loads((tmp_path / RUN).read_text())
     assert written.pop("schema") == SCHEMA
     before = json.loads((SINGLE / RUN).read_text())
-    before["environment"]["device"]["miscompiled"] = []  # not known then
+    before["environment"]["device"] |= {"miscompiled": [], "units": ""}  # not known then
     before["data"]["prompt_format"] = None
     before["memory"]["host"], before["state"]["unrounded_eval_loss"] = 0, None
     del before["state"]["heldout_seconds"]
