@@ -111,11 +111,11 @@ class Study:
         """Sum of the losses of answers, and their tokens."""
         torch = self._torch
         longest = max(len(ids) for ids, _ in rows)
-        padded = torch.tensor([[ids + [0] * (longest - len(ids)) for ids, _ in rows]])[0]
+        padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows])
         labels = torch.tensor([labels + [IGNORE] * (longest - len(labels)) for _, labels in rows])
         mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids, _ in rows])
         with torch.autocast("cpu", torch.bfloat16):
-            inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+            inner = model.get_base_model()
             hidden = inner.model(input_ids=padded, attention_mask=mask).last_hidden_state
             trained = labels[:, 1:] != IGNORE
             logits = inner.lm_head(hidden[:, :-1][trained]).float()  # of trained positions alone
@@ -194,6 +194,8 @@ def main() -> None:
                 path = options["write"] / f"{name}-{part}.jsonl"
                 path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return
+    if not options["model"]:
+        parser.error("give a GGUF file, or --write")
     study = Study(options["model"], options["data"])
     kinds = {
         "rate": float,

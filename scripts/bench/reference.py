@@ -2,8 +2,9 @@
 
 python -m scripts.bench.reference [--rows 1,4] [--tokens 128] [--ours f32,nf4] [--torch f32] [--json FILE]
 
-Both sides train the same weights on the same rows, each in a process of its own, and take turns. Results are medians
-over all rounds, without the steps that include compilation. Needs the `reference` extra.
+Both sides train the same weights on the same rows, but for types of GGUF files, which are random blocks of their own.
+Each is in a process of its own, and they take turns. Results are medians over all rounds, without the steps that
+include compilation. Needs the `reference` extra.
 """
 
 from __future__ import annotations

@@ -15,9 +15,10 @@ from support.cli import Run
 
 from wgpu_lora.errors import DeviceWarning, UserError
 from wgpu_lora.gpu import device, device_list
-from wgpu_lora.gpu.backends import AUTO, DAWN, ENVIRONMENT, WGPU, MatrixConfiguration, installed
+from wgpu_lora.gpu.backends import AUTO, DAWN, ENVIRONMENT, WGPU, MatrixConfiguration, backend, installed
 from wgpu_lora.gpu.backends.wgpu_native import declare_only_used_types
 from wgpu_lora.gpu.device import Device, DeviceOptions
+from wgpu_lora.gpu.device_errors import DeviceLost, raise_device_lost
 from wgpu_lora.gpu.device_list import DeviceInfo
 from wgpu_lora.gpu.tiling import Capabilities
 from wgpu_lora.ops import matmul_tuning
@@ -95,10 +96,21 @@ def test_auto_takes_dawn_for_matrix_units_of_a_gpu(
 
 
 def test_matrix_units_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "multiplies_right", lambda device, unit: False)
-    opened = SimpleNamespace(info=SimpleNamespace(matrices=(UNIT,), name="gpu"), options=DeviceOptions())
-    with pytest.warns(DeviceWarning, match=r"matrix units of gpu are not used: their products are wrong"):
-        assert Device._matrix(opened) is None  # type: ignore[arg-type]
+    monkeypatch.setattr(Device, "_multiplies_right", lambda self, unit: False)
+    listed = replace(device_list.list_devices()[0], matrices=(UNIT,))
+    real = device_list.choose(None)
+    monkeypatch.setattr(device, "choose_backend", lambda selector, name: (backend(WGPU), listed, real[1]))
+    with pytest.warns(DeviceWarning, match=r"matrix units of .* are not used: their products are wrong"):
+        named = Device(options=DeviceOptions(backend=DAWN))
+    assert (named.info.matrices, named.capabilities.matrix) == ((UNIT,), None)
+    with pytest.warns(DeviceWarning):
+        assert Device(options=DeviceOptions(backend=AUTO)).info.matrices == (), "auto takes wgpu-native then"
+
+
+@pytest.mark.parametrize("message", ["Parent device is lost", "[Device] is lost.\n - While calling CreateBuffer"])
+def test_a_lost_device_as_each_backend_words_it(message: str) -> None:
+    with pytest.raises(DeviceLost, match="gpu was lost"), raise_device_lost("gpu"):
+        raise RuntimeError(message)
 
 
 def test_tilings_of_matrix_units() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.backends import BACKENDS, DAWN, ENVIRONMENT, check
+from wgpu_lora.gpu.backends import BACKENDS, DAWN, ENVIRONMENT, check_backend
 from wgpu_lora.names.aliases import advice, aliases_of, foreign_option_advice
 from wgpu_lora.names.foreign_options import COMMANDS
 from wgpu_lora.names.spelling import flag
@@ -177,7 +177,7 @@ def _backend_option(device: Any) -> Any:
 
     def choose(_context: Any, _option: Any, value: str | None) -> None:
         if value is not None:
-            check(value)
+            check_backend(value)
             os.environ[ENVIRONMENT] = value
 
     result.callback = choose

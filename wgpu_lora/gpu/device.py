@@ -13,10 +13,9 @@ from weakref import WeakSet
 import numpy as np
 
 from wgpu_lora.errors import DeviceWarning, UserError
-from wgpu_lora.gpu.backends import ENVIRONMENT, SUBGROUP, Backend, MatrixConfiguration
+from wgpu_lora.gpu.backends import AUTO, ENVIRONMENT, SUBGROUP, WGPU, Backend, MatrixConfiguration, backend
 from wgpu_lora.gpu.device_errors import OutOfDeviceMemory, ShaderError, raise_device_lost
-from wgpu_lora.gpu.device_list import MAPPABLE, DeviceInfo, choose_backend
-from wgpu_lora.gpu.matrix_check import multiplies_right
+from wgpu_lora.gpu.device_list import MAPPABLE, DeviceInfo, choose, choose_backend
 from wgpu_lora.gpu.tiling import Capabilities
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.signals import end_signal_delayed
@@ -36,6 +35,28 @@ fn main(@builtin(subgroup_size) size: u32, @builtin(subgroup_invocation_id) lane
         @builtin(local_invocation_index) local: u32) {
     if (local == 0u) { out[0] = size; }
     out[1u + local] = lane;
+}
+"""
+
+MATRIX_PROBE = """
+const WORDS = (M + N) * K / 4u; // of four f16
+@group(0) @binding(0) var<storage, read> halves: array<vec2<u32>>;
+@group(0) @binding(1) var<storage, read_write> y: array<f32>;
+var<workgroup> tile: array<vec2<u32>, WORDS>;
+var<workgroup> sums: array<f32, M * N>;
+
+@compute @workgroup_size(4u * LANES) @subgroup_size(LANES)
+fn main(@builtin(local_invocation_index) local: u32) {
+    for (var i = local; i < WORDS; i += 4u * LANES) { tile[i] = halves[i]; }
+    workgroupBarrier();
+    let left = subgroupMatrixLoad<subgroup_matrix_left<f16, K, M>, row_major>(&tile, 0u, K / 4u);
+    let right = subgroupMatrixLoad<subgroup_matrix_right<f16, N, K>, col_major>(&tile, M * K / 4u, K / 4u);
+    var sum = subgroup_matrix_result<f32, N, M>();
+    sum = subgroupMatrixMultiplyAccumulate(left, right, sum);
+    sum = subgroupMatrixMultiplyAccumulate(left, right, sum);
+    if (local / LANES == 1u) { subgroupMatrixStore<row_major>(&sums, 0u, sum, N); }
+    workgroupBarrier();
+    for (var i = local; i < M * N; i += 4u * LANES) { y[i] = sums[i]; }
 }
 """
 
@@ -90,9 +111,14 @@ class Device:
 
     def __init__(self, selector: str | int | None = None, options: DeviceOptions | None = None):
         self.options = options or DeviceOptions.from_environment()
-        self.webgpu: Backend
-        self.info: DeviceInfo
-        self.webgpu, self.info, adapter = choose_backend(selector, self.options.backend)
+        self._open(*choose_backend(selector, self.options.backend))
+        unusable = self.info.matrices and not self.capabilities.matrix
+        if unusable and (self.options.backend or AUTO) == AUTO:  # they were the reason to take this backend
+            webgpu = backend(WGPU)
+            self._open(webgpu, *choose(selector, webgpu))
+
+    def _open(self, webgpu: Backend, info: DeviceInfo, adapter: Any) -> None:
+        self.webgpu, self.info = webgpu, info
         features = [
             f
             for f in ("timestamp-query", "timestamp-query-inside-passes", "shader-f16", MAPPABLE)
@@ -230,12 +256,30 @@ class Device:
         if unit is None or self.options.subgroup_size is not None:
             return unit
         try:
-            why = "" if multiplies_right(self, unit) else "their products are wrong"
+            why = "" if self._multiplies_right(unit) else "their products are wrong"
         except ShaderError as error:
             why = error.reason
         if why:
             warnings.warn(f"The matrix units of {self.info.name} are not used: {why}.", DeviceWarning, stacklevel=3)
         return None if why else unit
+
+    def _multiplies_right(self, unit: MatrixConfiguration) -> bool:
+        """Whether twice a product of small integers, as the family `matrix` computes, is exact. Raises ShaderError."""
+        m, n, k = unit.m, unit.n, unit.k
+        constants = {"M": m, "N": n, "K": k, "LANES": unit.lanes}
+        text = "".join(f"const {name} = {value}u;\n" for name, value in constants.items()) + MATRIX_PROBE
+        rng = np.random.default_rng(0)
+        left, right = rng.integers(-8, 9, (m, k)), rng.integers(-8, 9, (n, k))
+        halves = np.concatenate([left.reshape(-1), right.reshape(-1)]).astype(np.float16)
+        pipeline = self.compute_pipeline(("matrix probe", unit), partial(str, text))
+        a, y = (self.create_buffer(size, "matrix probe") for size in (halves.nbytes, 4 * m * n))
+        try:
+            self.write(a, halves.view(np.uint32))
+            self.run(pipeline, [(a, 0, a.size), (y, 0, y.size)])
+            return np.array_equal(self.read(y).view(np.float32), (2 * left @ right.T).reshape(-1))
+        finally:
+            self.free(a)
+            self.free(y)
 
     def _subgroup_size(self) -> int:
         """The largest workgroup that is a single subgroup, measured because drivers only report a range."""

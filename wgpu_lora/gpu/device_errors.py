@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,7 +92,7 @@ class WrongResults(UserError):
         self.found = found
 
 
-LOST = "device is lost"  # in the backends' messages
+LOST = re.compile(r"device\]? is lost", re.IGNORECASE)  # as wgpu-native and Dawn word it
 
 
 @contextmanager
@@ -101,7 +102,7 @@ def raise_device_lost(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # each backend has its own class
-        if LOST in str(error).lower():
+        if LOST.search(str(error)):
             raise DeviceLost(name) from error
         raise
     finally:

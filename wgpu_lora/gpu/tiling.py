@@ -49,7 +49,7 @@ class Tiling:
         `workgroup`, whose threads share them through workgroup memory, `matrix`, the same for matrix units, or `plain`,
         where each loads for itself. A file in `shaders/matmul/families/`, or directory in `shaders/attention/`. `thin`
         is `broadcast` with y's rows and columns exchanged, `few` is `plain` in slices.
-    lanes: threads per workgroup; of `workgroup`, a square or two.
+    lanes: threads per workgroup.
     rows: rows of a workgroup's tile; of a lane, where attention is not spread.
     cols: columns per lane; in attention, columns of a vector; in kernels without columns, vectors per thread.
     slices: parts of the contraction that a workgroup's lanes compute at the same time, each for the same columns.

@@ -77,7 +77,7 @@ def installed(name: str) -> bool:
     return name != DAWN or importlib.util.find_spec("wgpudawn") is not None
 
 
-def check(name: str) -> None:
+def check_backend(name: str) -> None:
     """Raises UserError if there is no such backend, or it is not installed."""
     if name not in BACKENDS:
         raise UserError(f"There is no backend {name!r}: choose one of {', '.join(BACKENDS)}.")
@@ -95,7 +95,7 @@ def backend(name: str | None = None) -> Backend:
         UserError: there is no such backend, or it is not installed.
     """
     chosen = name or os.environ.get(ENVIRONMENT) or AUTO
-    check(chosen)
+    check_backend(chosen)
     return _load(WGPU if chosen == AUTO else chosen)
 
 

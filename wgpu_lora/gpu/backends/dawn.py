@@ -24,7 +24,7 @@ diagnostic(off, chromium.subgroup_matrix_uniformity);
 
 
 @contextmanager
-def _stderr_closed() -> Iterator[None]:
+def _quiet_stderr() -> Iterator[None]:
     """Discard what the library itself writes to stderr: warnings about limits of software drivers that are listed."""
     sys.stderr.flush()
     try:
@@ -57,7 +57,7 @@ class Dawn:
         return next(Path(_lib.__path__[0]).glob("_wgpu_dawn*"))
 
     def adapters(self) -> list[Any]:
-        with _stderr_closed():
+        with _quiet_stderr():
             adapters: list[Any] = wgpudawn.gpu.enumerate_adapters_sync()
         return adapters
 

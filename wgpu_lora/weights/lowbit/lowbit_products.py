@@ -79,26 +79,27 @@ def _limited(variants: Variants) -> Variants:
     """The tilings with rounds of at most one group, whose tables fit the registers."""
 
     def limited(capabilities: Capabilities, c: Any) -> Sequence[Tiling]:
-        most = 4 if c.form == "nn" and c.m > FEW_ROWS and c.bits == 3 else 32  # faster on CPUs, too
-        most = min(most, c.group or most)
         offered = variants(capabilities, c)
         tiled = [one for one in offered if one.shares_memory]  # whose lanes keep no tables
-        result = [replace(one, span=min(one.span, most)) for one in offered if not one.shares_memory]
-        first, last = (tiled, []) if offered[0].shares_memory else ([], tiled)
-        return [*first, *fitting(result, capabilities, c), *last]
-
-    def fitting(result: list[Tiling], capabilities: Capabilities, c: Any) -> Sequence[Tiling]:
-        if capabilities.software:  # taller tiles: to decode costs more than to load, but for 3 bits
-            taller = c.bits != 3 and c.m > 16
-            return [replace(one, rows=32, cols=4) if taller and one.cols == 8 else one for one in result]
-        if c.form != "nt":
-            sums = capabilities.registers - BESIDE_WIDE
-            return [one for one in result if not one.wide or one.rows * one.cols <= sums]
-        tables = 8 if c.bits == 2 else table_size(c.bits) // (2 if c.c_type == "f16" else 1)  # 2 bits: scaled ones, too
-        kept = [one for one in result if one.cols * (one.rows + tables) + BESIDE <= capabilities.registers]
-        return kept or result[-1:]
+        others = _with_tables([one for one in offered if not one.shares_memory], capabilities, c)
+        return [*tiled, *others] if offered[0].shares_memory else [*others, *tiled]
 
     return limited
+
+
+def _with_tables(tilings: list[Tiling], capabilities: Capabilities, c: Any) -> list[Tiling]:
+    most = 4 if c.form == "nn" and c.m > FEW_ROWS and c.bits == 3 else 32  # faster on CPUs, too
+    most = min(most, c.group or most)
+    result = [replace(one, span=min(one.span, most)) for one in tilings]
+    if capabilities.software:  # taller tiles: to decode costs more than to load, but for 3 bits
+        taller = c.bits != 3 and c.m > 16
+        return [replace(one, rows=32, cols=4) if taller and one.cols == 8 else one for one in result]
+    if c.form != "nt":
+        sums = capabilities.registers - BESIDE_WIDE
+        return [one for one in result if not one.wide or one.rows * one.cols <= sums]
+    tables = 8 if c.bits == 2 else table_size(c.bits) // (2 if c.c_type == "f16" else 1)  # 2 bits: scaled ones, too
+    kept = [one for one in result if one.cols * (one.rows + tables) + BESIDE <= capabilities.registers]
+    return kept or result[-1:]
 
 
 BESIDE = 52  # registers of a lane besides its sums and tables, by the compilers' table (`make gpu-compilers`)
