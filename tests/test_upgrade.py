@@ -18,6 +18,7 @@ from support.sampling import ROOT
 pytestmark = pytest.mark.rare
 BEFORE = "25938d57"  # the last commit of 0.1
 ADAPTER = "adapter_model.safetensors"
+DEFAULT_RATE = 2e-4  # of that version
 STEPS = {**SMALL, "max_steps": 8, "save_steps": 4, "save_total_limit": 10}
 HELDOUT = {"eval_data": "rows.jsonl", "eval_steps": 4}
 
@@ -70,7 +71,7 @@ def test_runs_go_on_to_the_same_bytes(versions: Versions) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     versions("new", "finetune", "--output", "half", "--resume")
     assert (half / ADAPTER).read_bytes() == whole
-    assert versions.finetune("new", "again", **HELDOUT) == whole
+    assert versions.finetune("new", "again", **HELDOUT, learning_rate=DEFAULT_RATE) == whole
     logged = json.loads(versions("new", "runs", "--json"))
     assert len(logged) == 2  # the entry of the version before goes on, too
     assert {Path(path).name for entry in logged for path in entry["outputs"]} >= {"half", "again"}
@@ -99,11 +100,11 @@ def test_pipelines_go_on_to_the_same_bytes(versions: Versions) -> None:
 def test_adapters_packed_bases_and_teacher_caches_are_read(versions: Versions) -> None:
     versions("old", "import", str(QWEN2), "--output", "packed")
     packed = versions.finetune("old", "on-packed", model="packed")
-    assert versions.finetune("new", "on-packed-again", model="packed") == packed
+    assert versions.finetune("new", "on-packed-again", model="packed", learning_rate=DEFAULT_RATE) == packed
     evaluate = ("evaluate", "--model", "packed", "--adapter", "on-packed", "--data", "rows.jsonl", "--json")
     losses = [json.loads(versions(version, *evaluate))["loss"] for version in ("old", "new")]
     assert losses[0] == losses[1]
     versions("old", "teacher-cache", "--model", str(QWEN2), "--data", "rows.jsonl", "--output", "teacher")
     taught = {"objective": "kd", "teacher_cache": "teacher"}
     student = versions.finetune("old", "student", **taught)
-    assert versions.finetune("new", "student-again", **taught) == student
+    assert versions.finetune("new", "student-again", **taught, learning_rate=DEFAULT_RATE) == student

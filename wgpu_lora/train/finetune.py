@@ -53,7 +53,7 @@ from wgpu_lora.train.run.adapter_init import (
 from wgpu_lora.train.run.adapter_run import AdapterRun
 from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore
 from wgpu_lora.train.run.records import PipelineRecord, RunRecord
-from wgpu_lora.train.run.resume import check_output_free, planned_options, resume_note
+from wgpu_lora.train.run.resume import check_output_free, planned_options, recorded_rate, resume_note
 from wgpu_lora.train.run.run_checkpoint import Trainable
 from wgpu_lora.train.run.run_tracking import track_runs
 from wgpu_lora.train.run.stop_reasons import Requests
@@ -331,7 +331,8 @@ def prepare_run(
     prepared, heldout = read_rows(args, model, sources)
     cached = check_caches(args, model, prepared, heldout)
     teacher = live_teacher(args, model)
-    args = replace(args, learning_rate=args.rate_for(model.config.hidden_size))
+    rate = recorded_rate(args, storage)  # of a run that began under another default
+    args = replace(args, learning_rate=args.rate_for(model.config.hidden_size) if rate is None else rate)
     args, note = default_batches(args, group_lengths(prepared), weight, objective.rows_per_sample)
     stream = DataStream(prepared, args)
     chosen = {"length": length, "batches": note, "adapter": begins, "note": _reference_note(args, objective)}

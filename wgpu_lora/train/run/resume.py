@@ -104,15 +104,24 @@ def option_changed_error(name: str, before: Any, now: Any) -> UserError:
 def planned_options(
     options: Mapping[str, Any], args: TrainingArguments, place: Path, storage: CheckpointStore = PLAIN_FILES
 ) -> TrainingArguments:
-    """`args` with the planned length of the run from the record of the checkpoint in `place`.
+    """`args` with the planned length and the learning rate of the run from the record of the checkpoint in `place`.
 
     Raises:
         UserError: the record does not have it, or it is invalid.
     """
     try:
-        return from_values({name: options[name] for name in LENGTH_OPTIONS}, STATE, args)
+        return from_values({name: options[name] for name in (*LENGTH_OPTIONS, "learning_rate")}, STATE, args)
     except (KeyError, UserError):
         raise run_checkpoint.damaged_checkpoint_error(place, f"the options in {STATE} are invalid", storage) from None
+
+
+def recorded_rate(args: TrainingArguments, storage: CheckpointStore = PLAIN_FILES) -> float | None:
+    """The learning rate that the newest checkpoint of a resumed run names where the options name none."""
+    newest = run_checkpoint.latest_checkpoint(args.directory, storage) if args.resume else None
+    if newest is None or args.learning_rate is not None:
+        return None
+    identity = run_checkpoint.check(newest, storage)[1]
+    return planned_options(identity["options"], args, newest, storage).learning_rate
 
 
 def resumed_total_steps(state: RunState, planned: TrainingArguments, stream: DataStream) -> int:
