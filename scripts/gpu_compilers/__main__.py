@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from scripts.gpu_compilers.compiler_report import (
 from scripts.gpu_compilers.compiler_report import tiling as tiling_words
 from scripts.gpu_compilers.compiler_run import Answers, ask
 from scripts.gpu_compilers.gpus import GPUS, ROOT, Gpu, place_of
+from scripts.gpu_compilers.predicted_step import report, write
 from scripts.gpu_compilers.recorded_kernels import Selection
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.brick_results import Writer
@@ -39,6 +41,7 @@ from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
 
 DEFAULT_SHAPES = ("qwen2.5-0.5b", "qwen2.5-7b", "qwen3-0.6b", "llama-3.2-1b")
 HEAD_DIMS = (80, 96, 256)  # attention alone: those shapes have heads of 64 and 128
+WITH_MATRICES = ("rdna3", "rdna4")  # GPUs whose compilers have matrix units of f16
 
 
 def count(text: str) -> int:
@@ -53,6 +56,14 @@ def tokens(text: str) -> int:
     if value < 2:
         raise argparse.ArgumentTypeError("must be at least 2: the first token predicts the second")
     return value
+
+
+def batch(text: str) -> tuple[int, int]:
+    """4x512 as (4, 512)."""
+    rows, times, length = text.partition("x")
+    if not times:
+        raise argparse.ArgumentTypeError(f"must be rows and tokens, such as 4x512, not {text}")
+    return count(rows), tokens(length)
 
 
 def head_dim(text: str) -> int:
@@ -117,6 +128,9 @@ def options() -> argparse.ArgumentParser:
         action="store_true",
         help="fail if a kernel spills, or its bound fell by more than 5%% below predictions.json",
     )
+    parser.add_argument("--step", choices=SHAPES, help="predict the time of a training step in f32 and in f16, instead")
+    parser.add_argument("--batch", type=batch, default=(4, 512), help="of --step: rows x tokens (default: 4x512)")
+    parser.add_argument("--page", type=Path, help="write the predicted step to its place in this file, too")
     parser.add_argument("--in-root", action="store_true", help="use the root's newer Mesa for all GPUs")
     parser.add_argument("--root", type=Path, default=ROOT, help=f"of the newest Debian (default: {ROOT})")
     parser.add_argument("--jobs", type=count, default=2)
@@ -125,7 +139,7 @@ def options() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = options().parse_args(argv)
-    gpus = [GPUS[name] for name in args.gpu or GPUS]
+    gpus = [GPUS[name] for name in args.gpu or (WITH_MATRICES if args.step else GPUS)]
     chosen = args.shape is not None or args.head_dim is not None
     selection = Selection(
         tuple(args.shape or (() if chosen else DEFAULT_SHAPES)),
@@ -141,6 +155,8 @@ def main(argv: list[str] | None = None) -> int:
         args.backend,
     )
     try:
+        if args.step:
+            return predict(gpus, selection, args, shlex.join(sys.argv[1:] if argv is None else argv))
         answers = ask_all(gpus, args.subgroup_size, selection, args.root.resolve(), args.in_root, args.jobs, args.raw)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -155,6 +171,26 @@ def main(argv: list[str] | None = None) -> int:
     for sentence in found:
         print(sentence, file=sys.stderr)
     return int(bool(found))
+
+
+def predict(gpus: list[Gpu], selection: Selection, args: argparse.Namespace, command: str) -> int:
+    """Print the predicted step of each GPU, in f32 and in f16 on Dawn, which has matrix units."""
+    rows, length = args.batch
+    of = replace(selection, shapes=(args.step,), head_dims=(), batch=rows, tokens=length)
+    answers: dict[str, list[Answers]] = {}
+    for dtype, backend in (("f32", WGPU), ("f16", DAWN)):
+        one = replace(of, compute_dtype=dtype, backend=backend)
+        answers[dtype] = [
+            ask(gpu, size, place_of(gpu, args.root.resolve(), args.in_root), one, args.raw)
+            for gpu in gpus
+            for size in args.subgroup_size or gpu.subgroups[:1]
+        ]
+    command = command.removesuffix(f" --page {args.page}")
+    text = report(answers, of, command)
+    print(text)
+    if args.page:
+        write(args.page, text, command)
+    return 0
 
 
 def ask_all(

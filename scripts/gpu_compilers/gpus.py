@@ -24,6 +24,7 @@ class Gpu:
     chosen_by: environment that selects the GPU and makes its compiler print statistics and assembly.
     subgroups: sizes that it may be used with, the one that `Device` would measure first.
     occupancy: its unit, and the most that the GPU holds with subgroups of 32.
+    units, hertz: what `rates` are of, and their boost clock. bandwidth: bytes of memory per second.
     newest: whether it needs a newer Mesa than Debian 12's backports have.
     """
 
@@ -36,22 +37,38 @@ class Gpu:
     rates: Rates
     subgroups: tuple[int, ...]
     occupancy: tuple[str, int]
+    units: int
+    hertz: float
+    bandwidth: float
     newest: bool = True
 
 
 WAVES = "subgroups of 32 per SIMD"  # RADV counts one of 64 twice
 
 
-def _amd(name: str, title: str, chip: str, rates: Rates, waves: int, newest: bool = False) -> Gpu:
+# Units, boost clocks and bandwidths of memory: AMD's, of the cards' pages on amd.com; an RTX 4090's, of the "NVIDIA Ada
+# GPU Architecture" whitepaper, appendix A. The M1 has 128 bits of LPDDR4X-4266.
+def _amd(
+    name: str,
+    title: str,
+    chip: str,
+    rates: Rates,
+    waves: int,
+    units: int,
+    hertz: float,
+    bandwidth: float,
+    newest: bool = False,
+) -> Gpu:
     # RADV runs workgroups of 64 as one subgroup, so that is what `Device` measures; other drivers may use 32.
     chosen = {"AMDGPU_GPU_ID": chip, **RADV}
-    return Gpu(name, title, "amdgpu", "radeon", chosen, parse_amd, rates, (64, 32), (WAVES, waves), newest)
+    driver, of = ("amdgpu", "radeon", chosen, parse_amd), (units, hertz, bandwidth)
+    return Gpu(name, title, *driver, rates, (64, 32), (WAVES, waves), *of, newest)
 
 
 _ALL = (
-    _amd("rdna1", "RX 5700 XT (RDNA1)", "navi10", RDNA1, 20),
-    _amd("rdna3", "RX 7900 XTX (RDNA3)", "navi31", RDNA3, 16),
-    _amd("rdna4", "RX 9070 XT (RDNA4)", "gfx1201", RDNA4, 16, newest=True),
+    _amd("rdna1", "RX 5700 XT (RDNA1)", "navi10", RDNA1, 20, 80, 1.905e9, 448e9),
+    _amd("rdna3", "RX 7900 XTX (RDNA3)", "navi31", RDNA3, 16, 192, 2.5e9, 960e9),
+    _amd("rdna4", "RX 9070 XT (RDNA4)", "gfx1201", RDNA4, 16, 128, 2.97e9, 640e9, newest=True),
     Gpu(
         "ada",
         "RTX 40 (Ada, NVK)",
@@ -62,6 +79,9 @@ _ALL = (
         ADA,
         (32,),
         ("warps per SM", 48),
+        512,
+        2.52e9,
+        1008e9,
     ),
     Gpu(
         "m1",
@@ -73,6 +93,9 @@ _ALL = (
         M1,
         (32,),
         ("threads per core", 1024),
+        32,
+        1.278e9,
+        16 * 4.266e9,
     ),
 )
 GPUS = {gpu.name: gpu for gpu in _ALL}

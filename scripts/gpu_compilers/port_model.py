@@ -49,9 +49,9 @@ class Bound:
     cycles: Mapping[str, float]
 
 
-def bound(loop: Loop, rates: Rates) -> Bound | None:
-    """None for a loop with so few multiply-adds that memory decides."""
-    if loop.multiply_adds < FEW:
+def bound(loop: Loop, rates: Rates, least: int = FEW) -> Bound | None:
+    """None for a loop with fewer multiply-adds than `least`: memory decides there."""
+    if loop.multiply_adds < least:
         return None
     cycles = Counter[str]({"issue": loop.instructions * rates.issue})
     for kind, count in loop.counts.items():

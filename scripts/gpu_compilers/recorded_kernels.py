@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from wgpu_lora.bench.training_step import TrainingStep, adapter_set
@@ -25,6 +27,8 @@ from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.models.quant_constants import QuantConstants, quant_constants
 from wgpu_lora.models.synthetic_models import synthetic_model
 from wgpu_lora.ops.linear import input_squares
+from wgpu_lora.ops.matmul_tuning import block
+from wgpu_lora.ops.matrix_stack import sizes
 from wgpu_lora.train.objectives.kd import KD
 from wgpu_lora.train.optimizers import OPTIMIZERS, optimizer_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments
@@ -46,6 +50,8 @@ class Selection:
     candidates: whether to compile every tiling that the tuner may choose, or only the default.
     kernels: parts of names, () for all. tiling: is compiled beside a matching kernel's own, if it is tuned.
     backend: the WebGPU implementation; only Dawn has matrix units.
+    batch: rows of a training step, which then is recorded alone, with all layers, and whose work is counted; 0 for a
+        layer of all programs.
     """
 
     shapes: tuple[str, ...] = ()
@@ -59,6 +65,24 @@ class Selection:
     activation_dtype: str = "f32"
     base_dtype: str = DEFAULT_FORMAT
     backend: str = WGPU
+    batch: int = 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a dispatch of a training step does in one of its tilings.
+
+    number: the same for all dispatches and tilings of equal calls.
+    multiply_adds: of matrices, in what the call returns. issued: the same with those past the edges of its tiles.
+    nbytes: read and written if each binding passes once. threads: of all workgroups.
+    """
+
+    number: int
+    default: bool
+    multiply_adds: int
+    issued: float
+    nbytes: int
+    threads: int
 
 
 @dataclass
@@ -71,6 +95,7 @@ class Call:
     tiling: Tiling
     default: bool
     used_by: dict[str, list[str]] = field(default_factory=dict)  # shape -> of training, distillation, prefill and so on
+    work: Counter[Work] = field(default_factory=Counter)  # dispatches
 
     def to_json(self) -> dict[str, Any]:
         compiled_in = self.kernel.compiled_in(self.constants)
@@ -81,12 +106,15 @@ class Call:
             "tiling": self.tiling.to_json(),
             "default": self.default,
             "used_by": self.used_by,
+            **({"work": [[asdict(work), count] for work, count in self.work.items()]} if self.work else {}),
         }
 
 
 def calls(selection: Selection, device: Device) -> list[Call]:
     """All different compute pipelines, each once. Nothing is allocated on the device."""
     found: dict[Any, Call] = {}
+    numbers: dict[Any, int] = {}
+    pairs = selection.batch * math.comb(selection.tokens + 1, 2)
     for shape, step, program in _programs(selection, device):
         for dispatch in program.dispatches:
             for tiling in _tilings(dispatch, device, selection):
@@ -99,6 +127,10 @@ def calls(selection: Selection, device: Device) -> list[Call]:
                 steps = call.used_by.setdefault(shape, [])
                 if step not in steps:
                     steps.append(step)
+                if selection.batch:
+                    same = dispatch.kernel.name, dispatch.present, tuple(sorted(dispatch.constants.items()))
+                    number = numbers.setdefault(same, len(numbers))
+                    call.work[work_of(dispatch.tiled(tiling), number, default, pairs)] += 1
     return list(found.values())
 
 
@@ -117,7 +149,8 @@ def _tilings(dispatch: Dispatch, device: Device, selection: Selection) -> list[T
 
 def _programs(selection: Selection, device: Device) -> Iterator[tuple[str, str, Program]]:
     for shape in selection.shapes:
-        for step, program in steps_of(shape_config(shape, 1), selection, device):
+        config = shape_config(shape, None if selection.batch else 1)
+        for step, program in steps_of(config, selection, device):
             yield shape, step, program
     for dim in selection.head_dims:
         config = shape_config(HEADS_OF, 1)
@@ -128,25 +161,58 @@ def _programs(selection: Selection, device: Device) -> Iterator[tuple[str, str, 
             yield f"head_dim {dim}", step, program
 
 
+# -- the work of a dispatch --------------------------------------------------------------------------------------------
+
+PRODUCTS = {"attention_forward": 2, "attention_backward_q": 3, "attention_backward_kv": 4}  # for a query and a key
+
+
+def work_of(dispatch: Dispatch, number: int, default: bool, pairs: int) -> Work:
+    """pairs: of a query and a key that it sees, in the whole batch."""
+    kernel, c = dispatch.kernel, dispatch.constants
+    sums, padding = 0, 1.0
+    if kernel.name in PRODUCTS:
+        sums = PRODUCTS[kernel.name] * pairs * c["kv_heads"] * c["group"] * c["dim"]
+    elif {"m", "n", "k"} <= c.keys():
+        outputs = c["m"] * sum(sizes(c, "n"))
+        sums = outputs * (sum(sizes(c, "k")) + c.get("rank", 0))
+        tiles = math.prod(dispatch.groups) * math.prod(block(dispatch.tiling))
+        padding = tiles / (c["m"] * c["n"] if c.get("gated") else outputs)
+    return Work(
+        number, default, sums, sums * padding, moved(dispatch), math.prod(dispatch.groups) * dispatch.tiling.lanes
+    )
+
+
+def moved(dispatch: Dispatch) -> int:
+    """Bytes of all bindings, twice of those that are read and written. Of a table, the rows that are picked."""
+    kernel, c = dispatch.kernel, dispatch.constants
+    written_only = not c.get("accumulate", True) and "row_scale" not in dispatch.present
+    total = 0
+    for name, tensor in zip(dispatch.present, dispatch.tensors, strict=True):
+        times = 2 if kernel.bindings[name] == "inout" and not written_only else 1
+        picked = min(1, c["rows"] / c["count"]) if (kernel.name, name) == ("embedding_rows", "b") else 1
+        total += round(times * picked * tensor.nbytes)
+    return total
+
+
 # -- the programs of a layer -------------------------------------------------------------------------------------------
 
 
 def steps_of(config: ModelConfig, selection: Selection, device: Device) -> Iterator[tuple[str, Program]]:
     """(what it is for, program) of each. Nothing is allocated."""
     model = synthetic_model(config, device, selection.base_dtype)
-    for step, record in STEPS.items():
+    for step, record in (TRAINING if selection.batch else STEPS).items():
         for program in record(model, selection):
             yield step, program
 
 
 def _arguments(model: LoadedModel, selection: Selection) -> TrainingArguments:
     return TrainingArguments(
-        per_device_train_batch_size=1,
+        per_device_train_batch_size=selection.batch or 1,
         max_length=selection.tokens,
         lora_r=selection.rank,
         compute_dtype=selection.compute_dtype,
         activation_dtype=selection.activation_dtype,
-        offload_activations=MAPPABLE in model.device.features,  # the kernel that copies, too
+        offload_activations=not selection.batch and MAPPABLE in model.device.features,  # the kernel that copies, too
     )
 
 
@@ -236,9 +302,10 @@ def _updates(model: LoadedModel, selection: Selection) -> list[Program]:
     return [Optimizer(model.device, adapters, loss, optimizer_of(args)).program for args in runs]
 
 
+TRAINING = {"training": _training}
 STEPS: dict[str, Callable[[LoadedModel, Selection], list[Program]]] = {
     "loading": _loading,
-    "training": _training,
+    **TRAINING,
     "DoRA": _dora,
     "other optimizers": _updates,
     "quant-scales": _constants,

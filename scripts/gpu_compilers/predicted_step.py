@@ -1,0 +1,153 @@
+"""The time of a training step that the port model predicts, by kernel: nothing runs.
+
+A dispatch takes as long as its multiply-adds at the bound of its inner loop, or as its bytes at the bandwidth of the
+memory, whichever is longer. A step is the sum of its dispatches.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
+
+from scripts.gpu_compilers.compiler_run import Answers, Row
+from scripts.gpu_compilers.gpus import Gpu
+from scripts.gpu_compilers.port_model import bound
+from scripts.gpu_compilers.recorded_kernels import Selection, Work
+from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.errors import UserError
+
+MEMORY = "memory"
+SMALL = 0.005  # of both steps, below which kernels share a line
+BEGIN, END = "<!-- predicted: {} -->\n", "<!-- end -->"
+WIDTH = 132
+UNKNOWN = (
+    "A prediction, not a measurement: it knows no launches, latencies, occupancy, bank conflicts or clocks under load, "
+    "reads each operand from memory once, whatever the caches hold, and skips what masks hide in attention's tiles."
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Equal dispatches of a step. multiply_adds, nbytes, seconds: of all of them. port: the busiest, or MEMORY.
+
+    bound: of the inner loop, as a share of the peak; 0 if memory is the limit.
+    """
+
+    kernel: str
+    count: int
+    multiply_adds: int
+    nbytes: int
+    seconds: float
+    port: str
+    bound: float
+
+
+def piece(gpu: Gpu, row: Row, work: Work, count: int) -> Piece:
+    """Dispatches in a row's tiling. Raises UserError if the row has multiply-adds that were not counted."""
+    if row.bound and not work.multiply_adds:
+        raise UserError(f"The work of {row.call['kernel']} is not known to this model: choose another shape.")
+    memory, computing, limit = work.nbytes / gpu.bandwidth, 0.0, None
+    if work.multiply_adds and row.compiled and row.compiled.loop:
+        limit = bound(row.compiled.loop, gpu.rates, least=1)
+    if limit and row.compiled and row.compiled.loop:
+        units = min(gpu.units, work.threads / row.compiled.loop.lanes)
+        computing = work.issued / (32 * limit.speed * units * gpu.hertz)
+    port, share = (limit.port, limit.share) if limit and computing > memory else (MEMORY, 0.0)
+    seconds = count * max(memory, computing)
+    return Piece(row.call["kernel"], count, count * work.multiply_adds, count * work.nbytes, seconds, port, share)
+
+
+def pieces(answers: Answers, fastest: bool) -> list[Piece]:
+    """All dispatches of a step, in the tilings that are the fastest by this model, or in the default ones."""
+    offered = defaultdict[int, list[Piece]](list)
+    for row in answers.rows:
+        for values, count in row.call["work"]:
+            work = Work(**values)
+            if work.default or (fastest and not row.spills):
+                offered[work.number].append(piece(answers.gpu, row, work, count))
+    return [min(same, key=lambda one: one.seconds) for same in offered.values()]
+
+
+def by_kernel(found: Iterable[Piece]) -> dict[str, list[Piece]]:
+    kernels = defaultdict[str, list[Piece]](list)
+    for one in found:
+        kernels[one.kernel].append(one)
+    return kernels
+
+
+def seconds(found: Iterable[Piece]) -> float:
+    return sum(one.seconds for one in found)
+
+
+def limits(found: Sequence[Piece]) -> str:
+    """The limit of the dispatches that take the most time together: 0.84 VALU."""
+    by_limit = defaultdict[str, float](float)
+    for one in found:
+        by_limit[one.port if one.port == MEMORY else f"{one.bound:.2f} {one.port}"] += one.seconds
+    return max(by_limit, key=lambda limit: by_limit[limit], default="")
+
+
+def table(before: Sequence[Piece], after: Sequence[Piece]) -> str:
+    """Lines of Markdown: a row for each kernel of two steps, by its time in the second."""
+    sides = [by_kernel(before), by_kernel(after)]
+    totals = [seconds(before), seconds(after)]
+    lines = [
+        "| kernel | dispatches | TFLOP | GB | f32: ms | bound | f16: ms | bound | of the f16 step |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+
+    def line(name: str, parts: list[list[Piece]], limit: Callable[[list[Piece]], str] = limits) -> None:
+        last = parts[1] or parts[0]
+        amounts = (
+            str(sum(one.count for one in last)),
+            f"{2e-12 * sum(one.multiply_adds for one in last):.2f}",
+            f"{1e-9 * sum(one.nbytes for one in last):.1f}",
+        )
+        times = [cell for part in parts for cell in (f"{1e3 * seconds(part):,.1f}", limit(part))]
+        lines.append("| " + " | ".join([name, *amounts, *times, f"{seconds(parts[1]) / totals[1]:.1%}"]) + " |")
+
+    small: list[list[Piece]] = [[], []]
+    names = sorted({**sides[1], **sides[0]}, key=lambda name: -seconds(sides[1].get(name, [])))
+    for name in names:
+        parts = [side.get(name, []) for side in sides]
+        if any(seconds(part) >= SMALL * total for part, total in zip(parts, totals, strict=True)):
+            line(f"`{name}`", parts)
+        else:
+            small = [[*rest, *part] for rest, part in zip(small, parts, strict=True)]
+    line("others", small)
+    line("**step**", [[*before], [*after]], lambda _: "")
+    return "\n".join(lines)
+
+
+def report(answers: Mapping[str, Sequence[Answers]], selection: Selection, command: str) -> str:
+    """Markdown: for each GPU, the table and the ratio of the steps in f32 and f16."""
+    tokens = selection.batch * selection.tokens
+    head = f"`python -m scripts.gpu_compilers {command}`: {selection.shapes[0]}, {selection.batch} x "
+    head += f"{selection.tokens} tokens, rank {selection.rank} on all linear layers, {selection.base_dtype}, "
+    head += f"activations stored in {selection.activation_dtype}."
+    parts = [f"{head} {UNKNOWN}"]
+    for f32, f16 in zip(answers["f32"], answers["f16"], strict=True):
+        chosen = [pieces(one, fastest=True) for one in (f32, f16)]
+        default = [seconds(pieces(one, fastest=False)) for one in (f32, f16)]
+        fast = [seconds(one) for one in chosen]
+        parts += [
+            f"**{f32.gpu.title}**, {f32.driver}, {f32.gpu.bandwidth / 1e9:.0f} GB/s, in the tilings that are the "
+            f"fastest by this model:",
+            table(*chosen),
+            f"The step in f16 is {fast[0] / fast[1]:.2f} times as fast as in f32 ({tokens / fast[1]:,.0f} and "
+            f"{tokens / fast[0]:,.0f} tokens/s), and {default[0] / default[1]:.2f} times in the default tilings "
+            f"({default[1]:.2f} s and {default[0]:.2f} s).",
+        ]
+    return "\n\n".join(part if part.startswith("|") else fill(part, WIDTH, break_on_hyphens=False) for part in parts)
+
+
+def write(page: Path, text: str, command: str) -> None:
+    """Replace what the command wrote to a page before. Raises UserError if the page has no place for it."""
+    before, begin, rest = page.read_text().partition(BEGIN.format(command))
+    _, end, after = rest.partition(END)
+    if not end:
+        raise UserError(f"{page} has no lines '{BEGIN.format(command).strip()}' and '{END}': add them.")
+    write_bytes_atomic(page, f"{before}{begin}{text}\n{end}{after}".encode())
