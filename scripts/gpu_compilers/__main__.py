@@ -138,7 +138,12 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = options().parse_args(argv)
+    parser = options()
+    args = parser.parse_args(argv)
+    if args.step and (args.check or args.json or args.predictions):
+        parser.error("--step prints its table alone: leave out --check, --json and --predictions.")
+    if args.page and not args.step:
+        parser.error("--page is for a predicted step: give --step, too.")
     gpus = [GPUS[name] for name in args.gpu or (WITH_MATRICES if args.step else GPUS)]
     chosen = args.shape is not None or args.head_dim is not None
     selection = Selection(

@@ -145,7 +145,8 @@ def _row(answers: Answers, call: dict[str, Any], section: list[str]) -> Row:
         compiled = answers.gpu.parse(section)
     except Unreadable as error:
         return Row(call, None, f"the compiler's output has no statistics: {error}")
-    return Row(call, compiled, bound=compiled.loop and bound(compiled.loop, answers.gpu.rates))
+    threads = call["tiling"]["lanes"]
+    return Row(call, compiled, bound=compiled.loop and bound(compiled.loop, answers.gpu.rates, threads))
 
 
 def _sections(printed: IO[str]) -> Iterator[tuple[dict[str, Any], list[str]]]:

@@ -49,8 +49,11 @@ class Bound:
     cycles: Mapping[str, float]
 
 
-def bound(loop: Loop, rates: Rates, least: int = FEW) -> Bound | None:
-    """None for a loop with fewer multiply-adds than `least`: memory decides there."""
+def bound(loop: Loop, rates: Rates, threads: int = 64, least: int = FEW) -> Bound | None:
+    """None for a loop with fewer multiply-adds than `least`: memory decides there.
+
+    threads: of a workgroup. With fewer than the subgroup's lanes, the others are idle.
+    """
     if loop.multiply_adds < least:
         return None
     cycles = Counter[str]({"issue": loop.instructions * rates.issue})
@@ -61,8 +64,8 @@ def bound(loop: Loop, rates: Rates, least: int = FEW) -> Bound | None:
     matrices = {kind: count for kind, count in loop.counts.items() if kind in MATRICES}
     done = sum(matrices.values()) * 512 / 32 or loop.multiply_adds * loop.lanes / 32
     needed = sum(count * max(rates.costs[kind].values()) for kind, count in matrices.items()) or done / rates.peak
-    port = max(cycles, key=lambda name: cycles[name])
-    return Bound(needed / cycles[port], port, done / cycles[port], dict(+cycles))
+    port, busy = max(cycles, key=lambda name: cycles[name]), min(1, threads / loop.lanes)
+    return Bound(busy * needed / cycles[port], port, busy * done / cycles[port], dict(+cycles))
 
 
 # -- AMD ---------------------------------------------------------------------------------------------------------------

@@ -46,18 +46,18 @@ class Piece:
 
 
 def piece(gpu: Gpu, row: Row, work: Work, count: int) -> Piece:
-    """Dispatches in a row's tiling. Raises UserError if the row has multiply-adds that were not counted."""
-    if row.bound and not work.multiply_adds:
-        raise UserError(f"The work of {row.call['kernel']} is not known to this model: choose another shape.")
-    memory, computing, limit = work.nbytes / gpu.bandwidth, 0.0, None
-    if work.multiply_adds and row.compiled and row.compiled.loop:
-        limit = bound(row.compiled.loop, gpu.rates, least=1)
-    if limit and row.compiled and row.compiled.loop:
-        units = min(gpu.units, work.threads / row.compiled.loop.lanes)
+    """Dispatches in a row's tiling. Raises UserError if their work or the bound of their loop is not known."""
+    kernel, threads, loop = row.call["kernel"], row.tiling.lanes, row.compiled and row.compiled.loop
+    memory, computing = work.nbytes / gpu.bandwidth, 0.0
+    limit = bound(loop, gpu.rates, threads, least=1) if loop and work.multiply_adds else None
+    if (work.multiply_adds and not limit) or (row.bound and not work.multiply_adds):
+        raise UserError(f"The time of {kernel} cannot be predicted on {gpu.title}: choose another shape or GPU.")
+    if limit and loop:
+        units = min(gpu.units, work.threads / min(threads, loop.lanes))
         computing = work.issued / (32 * limit.speed * units * gpu.hertz)
     port, share = (limit.port, limit.share) if limit and computing > memory else (MEMORY, 0.0)
     seconds = count * max(memory, computing)
-    return Piece(row.call["kernel"], count, count * work.multiply_adds, count * work.nbytes, seconds, port, share)
+    return Piece(kernel, count, count * work.multiply_adds, count * work.nbytes, seconds, port, share)
 
 
 def pieces(answers: Answers, fastest: bool) -> list[Piece]:

@@ -183,7 +183,7 @@ def work_of(dispatch: Dispatch, number: int, default: bool, pairs: int) -> Work:
 
 
 def moved(dispatch: Dispatch) -> int:
-    """Bytes of all bindings, twice of those that are read and written. Of a table, the rows that are picked."""
+    """Bytes of all bindings, twice of those declared as read and written. Of a table, the rows that are picked."""
     kernel, c = dispatch.kernel, dispatch.constants
     written_only = not c.get("accumulate", True) and "row_scale" not in dispatch.present
     total = 0
