@@ -134,8 +134,8 @@ def report(answers: Mapping[str, Sequence[Answers]], selection: Selection, comma
         default = [seconds(pieces(one, fastest=False)) for one in (f32, f16)]
         fast = [seconds(one) for one in chosen]
         parts += [
-            f"**{f32.gpu.title}**, {f32.driver}, {f32.gpu.bandwidth / 1e9:.0f} GB/s, in the tilings that are the "
-            f"fastest by this model:",
+            f"**{f32.gpu.title}**, subgroups of {f32.subgroup_size}, {f32.driver}, {f32.gpu.bandwidth / 1e9:.0f} GB/s, "
+            "in the tilings that are the fastest by this model:",
             table(*chosen),
             f"The step in f16 is {fast[0] / fast[1]:.2f} times as fast as in f32 ({tokens / fast[1]:,.0f} and "
             f"{tokens / fast[0]:,.0f} tokens/s), and {default[0] / default[1]:.2f} times in the default tilings "
@@ -146,7 +146,7 @@ def report(answers: Mapping[str, Sequence[Answers]], selection: Selection, comma
 
 def write(page: Path, text: str, command: str) -> None:
     """Replace what the command wrote to a page before. Raises UserError if the page has no place for it."""
-    before, begin, rest = page.read_text().partition(BEGIN.format(command))
+    before, begin, rest = (page.read_text() if page.is_file() else "").partition(BEGIN.format(command))
     _, end, after = rest.partition(END)
     if not end:
         raise UserError(f"{page} has no lines '{BEGIN.format(command).strip()}' and '{END}': add them.")

@@ -143,6 +143,8 @@ def test_a_page_keeps_what_is_around_the_prediction(tmp_path: Path) -> None:
     assert page.read_text() == f"before\n\n{BEGIN.format('--step a')}new\n{END}\n\nafter\n"
     with pytest.raises(UserError, match="has no lines '<!-- predicted: --step b -->' and '<!-- end -->': add them"):
         write(page, "new", "--step b")
+    with pytest.raises(UserError, match="has no lines"):
+        write(tmp_path / "missing.md", "new", "--step a")
 
 
 @pytest.mark.parametrize("wrong", ["4", "4x", "x512", "0x512", "4x1", "4x512x2"])
