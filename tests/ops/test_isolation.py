@@ -30,7 +30,7 @@ def test_a_nan_stays_in_its_segment(device: Device, kernel: Kernel, software: bo
         name: rng.standard_normal((ROWS, DIM)).astype(np.float32)
         for name in ("q", "k", "v", "dy", "y", "dq", "dk", "dv")
     }
-    arrays |= {"lse": np.zeros(ROWS, np.float32), "stats": rng.random((ROWS, 2), np.float32), "ranges": ranges}
+    arrays |= {"lse": np.zeros(ROWS, np.float32), "stats": rng.random((ROWS, 4), np.float32), "ranges": ranges}
     constants = SHAPE | ({} if kernel is attention_backward_kv else {"keys": ROWS})
 
     capabilities = replace(device.capabilities, software=software, registers=64)

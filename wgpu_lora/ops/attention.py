@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, Out, by_subgroup, cdiv, kernel, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, Out, Word, by_subgroup, cdiv, kernel, row_grid
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.attention_tuning import TUNING, held_rows, one_head, some_queries, tilings
 from wgpu_lora.ops.recorder import Recorder
@@ -64,6 +64,7 @@ def attention_forward(
     dim: U32,
     scale: F32,
     cap: F32 = 0.0,
+    compute_dtype: Word = "f32",
 ) -> Any:
     """y[t] = sum_j softmax_j(scale q[t] k[j]) v[j] over the keys ranges[t].xy, and the softmax's log-sum-exp.
 
@@ -77,8 +78,9 @@ def attention_forward(
 
 @kernel("attention/stats.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
 def attention_stats(y: In, dy: In, lse: In, stats: Out, *, rows: U32, dim: U32) -> Any:
-    """stats[i] = (lse[i], dy[i] · y[i])."""
-    return np.stack([lse.reshape(-1), (y * dy).reshape(rows, dim).sum(axis=1)], axis=1)
+    """stats[i] = (lse[i], dy[i] · y[i], max |dy[i]|, 0)."""
+    delta, largest = (y * dy).reshape(rows, dim).sum(axis=1), np.abs(dy).reshape(rows, dim).max(axis=1)
+    return np.stack([lse.reshape(-1), delta, largest, np.zeros(rows)], axis=1)
 
 
 def _score_gradients(
@@ -97,11 +99,11 @@ def _score_gradients(
     cap: float,
 ) -> Any:
     qs, ks, scores, _ = _weights(q, k, ranges, rows, keys, kv_heads, group, dim, scale, cap)
-    stats = stats.reshape(rows, kv_heads, group, 2).transpose(1, 2, 0, 3)
+    stats = stats.reshape(rows, kv_heads, group, 4).transpose(1, 2, 0, 3)
     p = np.exp(scores - stats[..., :1])
     dys = dy.reshape(rows, kv_heads, group, dim).transpose(1, 2, 0, 3)
     dp = np.einsum("hgtd,hsd->hgts", dys, v.reshape(keys, kv_heads, dim).transpose(1, 0, 2))
-    ds = scale * p * (dp - stats[..., 1:])
+    ds = scale * p * (dp - stats[..., 1:2])
     if cap:
         ds = ds * (1 - (np.where(np.isneginf(scores), 0.0, scores) / cap) ** 2)
     return qs, ks, dys, p, ds
@@ -131,6 +133,7 @@ def attention_backward_q(
     dim: U32,
     scale: F32,
     cap: F32 = 0.0,
+    compute_dtype: Word = "f32",
 ) -> Any:
     """dq = ds k, with ds = scale p (dy · v - delta) and p = exp(s - lse), and with a cap also ds (1 - (s / cap)^2)."""
     _, ks, _, _, ds = _score_gradients(q, k, v, dy, stats, ranges, rows, keys, kv_heads, group, dim, scale, cap)
@@ -161,6 +164,7 @@ def attention_backward_kv(
     dim: U32,
     scale: F32,
     cap: F32 = 0.0,
+    compute_dtype: Word = "f32",
 ) -> Any:
     """dk = ds^T q and dv = p^T dy, summed over the query heads that share a key head.
 
@@ -182,13 +186,13 @@ def attention(
     """
     rows, dim = q.shape[0], q.shape[2]
     shape: Shape = {"rows": rows, "kv_heads": kv_heads, "group": q.shape[1] // kv_heads, "dim": dim}
-    shape |= {"scale": scale, "cap": cap}
+    shape |= {"scale": scale, "cap": cap, "compute_dtype": "f16" if rec.compute_dtype == "f16" else "f32"}
     y, lse = rec.temp(q.shape, name="attended"), rec.temp(q.shape[:2], name="lse")
     rec.dispatch(attention_forward, q, k, v, ranges, y, lse, keys=k.shape[0], **shape)
     rec.save_for_backward(y)
 
     def backward() -> None:
-        dy, stats = rec.gradient(y), rec.temp((*q.shape[:2], 2), name="stats")
+        dy, stats = rec.gradient(y), rec.temp((*q.shape[:2], 4), name="stats")
         rec.dispatch(attention_stats, y, dy, lse, stats, rows=rows * q.shape[1], dim=dim)
         dq, dk, dv = (rec.gradient_target(x)[0] for x in (q, k, v))  # regions of one storage, or of several
         kept = (rec.again(q), rec.again(k), v, dy, stats, ranges)

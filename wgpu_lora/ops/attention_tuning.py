@@ -11,7 +11,7 @@ import numpy as np
 from wgpu_lora.gpu import reference_values
 from wgpu_lora.gpu.kernel import Variants, cdiv
 from wgpu_lora.gpu.reference_values import random_values
-from wgpu_lora.gpu.tiling import Arrays, Capabilities, Constants, Tiling
+from wgpu_lora.gpu.tiling import MATRIX, PLAIN, Arrays, Capabilities, Constants, Tiling
 
 CHECKED = 32  # queries and keys of the cut that is checked, approximately
 SPREAD = ((8, 2), (8, 1), (4, 2), (4, 1), (2, 2), (2, 1))  # (rows, stream rows per lane), the most sharing first
@@ -19,12 +19,14 @@ OFFERED = 3  # of these
 FEW_QUERIES = 8  # tokens
 OTHERS = 38  # registers for addresses, loaded vectors and loop counters, as GPU compilers allocate them
 CACHE = 24 << 10  # bytes that a subgroup holds on a CPU, so that they stay in the first cache
+COLUMNS = 128  # of a head that a subgroup holds in matrices
+SUBGROUPS = 8  # of a workgroup on matrix units
 MOST = 192  # registers; with more, a GPU runs too few subgroups at once to hide the latency of loads
 
 
 def held_rows(tiling: Tiling) -> int:
     """Rows that a workgroup holds."""
-    return tiling.rows * (1 if tiling.family == "spread" else tiling.lanes)
+    return tiling.rows * (tiling.lanes if tiling.family in (PLAIN, "broadcast") else 1)
 
 
 def width_of(dim: int, lanes: int) -> int:
@@ -40,6 +42,19 @@ def _columns(dim: int, lanes: int, width: int) -> int:
     return cdiv(dim, width * lanes) * width
 
 
+def on_matrix_units(capabilities: Capabilities, c: Any, roles: int) -> list[Tiling]:
+    """The tiling of the family `matrix`, for heads of whole matrices. roles: of its subgroups; see the template."""
+    unit, slices = capabilities.matrix, cdiv(c.dim, COLUMNS)
+    if unit is None or getattr(c, "compute_dtype", "f32") != "f16" or c.rows <= FEW_QUERIES:
+        return []
+    held = min(16, unit.lanes)  # rows of a subgroup
+    rows = held * (SUBGROUPS // (roles * slices))
+    span = 32 if c.dim <= COLUMNS else 16
+    one = Tiling(MATRIX, SUBGROUPS * unit.lanes, rows, span=span, slices=slices, subgroups=SUBGROUPS)
+    whole = c.dim % (roles * slices * unit.n) == 0 and c.dim % (slices * unit.k) == 0
+    return [replace(one, m=unit.m, n=unit.n, k=unit.k)] if whole and 0 < rows and one.lanes <= 256 else []
+
+
 def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Variants:
     """Tilings of a kernel, which differ by the values that a lane holds.
 
@@ -53,6 +68,9 @@ def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Vari
         return values + OTHERS <= min(capabilities.registers, MOST)
 
     def variants(capabilities: Capabilities, c: Any) -> list[Tiling]:
+        return [*on_matrix_units(capabilities, c, scores), *others(capabilities, c)]
+
+    def others(capabilities: Capabilities, c: Any) -> list[Tiling]:
         plain, size = Tiling("plain", 32), capabilities.subgroup_size
         if size < 4:
             return [plain]
@@ -81,7 +99,7 @@ class AttentionTuning:
     """Inputs are one causal sequence of the call's size, whose last rows are the queries."""
 
     sizes: tuple[str, ...] = ("rows", "keys")
-    later: tuple[str, ...] = ("cap",)
+    later: tuple[str, ...] = ("cap", "compute_dtype")
 
     def work(self, c: Constants) -> float:
         """Multiply-adds of the scores if every query saw all keys."""
@@ -101,14 +119,16 @@ class AttentionTuning:
         keys = c.get("keys", rows)
         last = np.maximum(1, np.arange(1, rows + 1) + (keys - rows))  # a short prompt may have more rows than keys
         ranges = np.stack([np.zeros(rows), last, np.full(rows, rows), np.arange(rows)], axis=1)
-        stats = np.stack([np.full((rows, heads), 4.0), np.zeros((rows, heads))], axis=2)
         shapes = {
             **dict.fromkeys(("q", "y", "dy", "dq"), (rows, heads, c["dim"])),
             **dict.fromkeys(("k", "v", "dk", "dv"), (keys, c["kv_heads"], c["dim"])),
             "lse": (rows, heads),
         }
         arrays = {name: random_values(rng, "f32", *shape) for name, shape in shapes.items() if name in present}
-        arrays |= {"stats": stats.astype(np.float32), "ranges": ranges.astype(np.uint32)}
+        if "stats" in present:
+            largest, rest = np.abs(arrays["dy"]).max(axis=2), np.zeros((rows, heads), np.float32)
+            arrays["stats"] = np.stack([rest + 4, rest, largest, rest], axis=2)
+        arrays |= {"ranges": ranges.astype(np.uint32)}
         return {name: arrays[name] for name in present}
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from support.kernels import NONE, Arrays, add, normal, poison, synthetic, u32
+from support.kernels import CASES, NONE, Arrays, Case, add, normal, poison, synthetic, u32
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.reference_values import as_float64
 from wgpu_lora.ops import attention
@@ -39,9 +41,10 @@ def cached(rows: int, keys: int, window: int = NONE) -> np.ndarray:
     return u32((5, 5, 0, 0), *seen[1:])
 
 
-def attend(
+def cases(
     ranges: np.ndarray, keys: int, kv_heads: int, group: int, dim: int, backward: bool = True, cap: float = 0.0
-) -> None:
+) -> list[Case]:
+    """The forward pass and, for `backward`, both gradients, else that by the queries."""
     rows = len(ranges)
     shape = {"rows": rows, "kv_heads": kv_heads, "group": group, "dim": dim, "scale": dim**-0.5, "cap": cap}
     heads = kv_heads * group
@@ -55,16 +58,23 @@ def attend(
         wide = {name: as_float64(arrays[name]) for name in ("q", "k", "v", "ranges")}
         y, lse = attention.attention_forward(**wide, y=None, lse=None, keys=keys, **shape)
         delta = (y.reshape(rows, heads, dim) * arrays["dy"]).sum(axis=2)
-        stats = np.stack([lse.reshape(rows, heads), delta], axis=2).astype(np.float32)
+        largest = np.abs(arrays["dy"]).max(axis=2)
+        stats = np.stack([lse.reshape(rows, heads), delta, largest, 0 * delta], axis=2).astype(np.float32)
         return {**arrays, "stats": stats, **{name: poison(*arrays[name].shape) for name in kernel.outputs}}
 
     blind = np.repeat((ranges[:, 0] == ranges[:, 1])[:, None], heads, axis=1)
-    slow = dim >= 64
-    add(attention.attention_forward, forward, vague={"lse": blind}, slow=slow, keys=keys, **shape)
+    slow, call = dim >= 64, {"keys": keys, **shape}
     by_query, by_key = attention.attention_backward_q, attention.attention_backward_kv
-    add(by_query, lambda rng: gradients(by_query, rng), slow=slow, keys=keys, **shape)
-    if backward:
-        add(by_key, lambda rng: gradients(by_key, rng), slow=slow, **shape)
+    return [
+        Case(attention.attention_forward, forward, call, vague={"lse": blind}, slow=slow),
+        Case(by_query, lambda rng: gradients(by_query, rng), call, slow=slow),
+        *([Case(by_key, lambda rng: gradients(by_key, rng), shape, slow=slow)] if backward else []),
+    ]
+
+
+def attend(*args: Any, **options: Any) -> None:
+    for case in cases(*args, **options):
+        CASES[case.kernel.name].append(case)
 
 
 attend(packed(5, 1, 20, 11), 37, kv_heads=2, group=3, dim=10)
@@ -79,7 +89,7 @@ attend(cached(5, 37), 37, kv_heads=2, group=2, dim=6, backward=False, cap=1.5)
 attend(cached(5, 37, window=30), 37, kv_heads=2, group=2, dim=6, backward=False)
 add(
     attention.attention_stats,
-    lambda rng: {"y": normal(rng, 67, 10), "dy": normal(rng, 67, 10), "lse": normal(rng, 67), "stats": poison(67, 2)},
+    lambda rng: {"y": normal(rng, 67, 10), "dy": normal(rng, 67, 10), "lse": normal(rng, 67), "stats": poison(67, 4)},
     rows=67,
     dim=10,
 )
