@@ -48,3 +48,18 @@ def outputs(device: Device, case: Case, arrays: dict[str, np.ndarray]) -> Iterat
 def test_attention(units: Device, case: Case) -> None:
     for value, want in outputs(units, case, case.make(np.random.default_rng(0))):
         assert nmse(value.reshape(-1), want.reshape(-1)) < MATRIX_NMSE
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.label) for c in CASES[:3]])
+@pytest.mark.parametrize("operand", ["k", "v", "q", "dy"])
+def test_values_that_are_not_finite_stay_in_their_segment(units: Device, case: Case, operand: str) -> None:
+    arrays = case.make(np.random.default_rng(0))
+    if operand not in arrays:
+        pytest.skip("the forward pass has no gradient")
+    expected = [value.copy() for value, _ in outputs(units, case, arrays)]
+    arrays[operand][75] = np.nan  # of the rows 71 to 103
+    spoilt = [value for value, _ in outputs(units, case, arrays)]
+    assert any(np.isnan(value[71:104]).any() for value in spoilt)
+    for value, want in zip(spoilt, expected, strict=True):
+        others = np.r_[0:71, 104 : len(value)]
+        assert np.array_equal(value[others], want[others])

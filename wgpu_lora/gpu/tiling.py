@@ -50,9 +50,9 @@ class Tiling:
         where each loads for itself. A file in `shaders/matmul/families/`, or directory in `shaders/attention/`. `thin`
         is `broadcast` with y's rows and columns exchanged, `few` is `plain` in slices.
     lanes: threads per workgroup.
-    rows: rows of a workgroup's tile; of a lane, where attention is not spread.
+    rows: rows of a workgroup's tile; of a lane, in attention by `broadcast` and `plain`.
     cols: columns per lane; in attention, columns of a vector; in kernels without columns, vectors per thread.
-    slices: parts of the contraction that a workgroup's lanes compute at the same time, each for the same columns.
+    slices: parts of the contraction that a workgroup's lanes, or subgroups, compute at the same time.
     span: contraction steps per round; in attention, rows of the other side per step, or per lane and step.
     wide: whether to use 64-bit loads, which is faster where a driver loads every scalar separately.
     subgroups, m, n, k: of `matrix`, subgroups of a workgroup, and the sizes of their products.

@@ -21,6 +21,7 @@ OTHERS = 38  # registers for addresses, loaded vectors and loop counters, as GPU
 CACHE = 24 << 10  # bytes that a subgroup holds on a CPU, so that they stay in the first cache
 COLUMNS = 128  # of a head that a subgroup holds in matrices
 SUBGROUPS = 8  # of a workgroup on matrix units
+MEMORY = 32 << 10  # bytes of workgroup memory, of which it has less
 MOST = 192  # registers; with more, a GPU runs too few subgroups at once to hide the latency of loads
 
 
@@ -47,12 +48,14 @@ def on_matrix_units(capabilities: Capabilities, c: Any, roles: int) -> list[Tili
     unit, slices = capabilities.matrix, cdiv(c.dim, COLUMNS)
     if unit is None or getattr(c, "compute_dtype", "f32") != "f16" or c.rows <= FEW_QUERIES:
         return []
+    if capabilities.workgroup_bytes < MEMORY or unit.sums != "f32":
+        return []
     held = min(16, unit.lanes)  # rows of a subgroup
     rows = held * (SUBGROUPS // (roles * slices))
     span = 32 if c.dim <= COLUMNS else 16
     one = Tiling(MATRIX, SUBGROUPS * unit.lanes, rows, span=span, slices=slices, subgroups=SUBGROUPS)
     whole = c.dim % (roles * slices * unit.n) == 0 and c.dim % (slices * unit.k) == 0
-    return [replace(one, m=unit.m, n=unit.n, k=unit.k)] if whole and 0 < rows and one.lanes <= 256 else []
+    return [replace(one, m=unit.m, n=unit.n, k=unit.k)] if whole and rows > 0 and one.lanes <= 256 else []
 
 
 def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Variants:
@@ -68,9 +71,9 @@ def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Vari
         return values + OTHERS <= min(capabilities.registers, MOST)
 
     def variants(capabilities: Capabilities, c: Any) -> list[Tiling]:
-        return [*on_matrix_units(capabilities, c, scores), *others(capabilities, c)]
+        return [*on_matrix_units(capabilities, c, scores), *on_lanes(capabilities, c)]
 
-    def others(capabilities: Capabilities, c: Any) -> list[Tiling]:
+    def on_lanes(capabilities: Capabilities, c: Any) -> list[Tiling]:
         plain, size = Tiling("plain", 32), capabilities.subgroup_size
         if size < 4:
             return [plain]
