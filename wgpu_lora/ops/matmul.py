@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ def divisibility(c: Any) -> dict[str, bool]:
     """The facts about a shape that are compiled in, as few as possible: each doubles the number of compute pipelines.
 
     octets: whether b's rows are whole groups of eight values, in a format of words (see `weights.nf4`).
+    of_span: for f16, the largest power of two, up to 64, that divides the contraction.
     """
     rows_of_a, rank = [c.m] if c.form == "tn" else sizes(vars(c), "k"), getattr(c, "rank", 0)
     offsets = [getattr(c, name, 0) for name in ("stride", "a_skip", "a_first")]
@@ -53,6 +55,7 @@ def divisibility(c: Any) -> dict[str, bool]:
         "low_quads": rank > 0 and all(offset % 4 == 0 for offset in (*of_h, c.stride)),
         "even": all(n % 2 == 0 for n in sizes(vars(c), "n")) and all(getattr(c, name, 0) % 2 == 0 for name in EVEN),
         "octets": False,
+        **({"of_span": gcd(64, *sizes(vars(c), "k"))} if getattr(c, "a_type", "f32") == "f16" else {}),
     }
 
 

@@ -1,9 +1,9 @@
 // NF4 (Dettmers et al. 2023): a code of 4 bits is a level, times a scale of 64 values of the flattened W[OUT, IN].
 alias Scale = f32;
 
-fn scale_at(w: Matrix, row: u32, step: u32) -> Scale {
-    return scales[w.scales + (row * w.size_in + step) / 64u];
-}
+fn scale_row(w: Matrix, row: u32) -> u32 { return row * w.size_in; }
+
+fn scale_at(w: Matrix, at: u32, step: u32) -> Scale { return scales[w.scales + (at + step) / 64u]; }
 
 fn scale_count(out: u32, size_in: u32) -> u32 { return (out * size_in + 63u) / 64u; }
 

@@ -1,7 +1,7 @@
 // Q5_1: d code + m, d and m of 32 values; the fifth bits are a plane.
 alias Scale = vec2<f32>;
 
-fn scale_at(w: Matrix, row: u32, step: u32) -> Scale { return scale_and_low(w, row, step); }
+fn scale_at(w: Matrix, at: u32, step: u32) -> Scale { return scale_and_low(w, at, step); }
 
 fn scale_count(out: u32, size_in: u32) -> u32 { return size_in / 32u * out; }
 

@@ -1,7 +1,7 @@
 // Q5_K: (d scale) code - dmin low, scale and low of 6 bits for 32 values, d and dmin for 256; the fifth bits are a plane.
 alias Scale = vec2<f32>;
 
-fn scale_at(w: Matrix, row: u32, step: u32) -> Scale { return six_bit_scales(w, row, step); }
+fn scale_at(w: Matrix, at: u32, step: u32) -> Scale { return six_bit_scales(w, at, step); }
 
 fn scale_count(out: u32, size_in: u32) -> u32 { return size_in / 256u * 4u * out; }
 

@@ -2,10 +2,10 @@
 // blocks is in a word, after the scales of all.
 alias Scale = f32;
 
-fn scale_at(w: Matrix, row: u32, step: u32) -> Scale {
-    let word = scales[w.scales + step / 64u * w.out + row];
+fn scale_at(w: Matrix, at: u32, step: u32) -> Scale {
+    let word = scales[w.scales + step / 64u * w.out + at];
     let scale = i32(word << (24u - 8u * ((step / 16u) & 3u))) >> 24u;
-    let d = scales[w.scales + (w.size_in / 64u + step / 512u) * w.out + row];
+    let d = scales[w.scales + (w.size_in / 64u + step / 512u) * w.out + at];
     return half_of(d, step / 256u) * f32(scale);
 }
 
