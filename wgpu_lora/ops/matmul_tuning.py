@@ -60,8 +60,8 @@ def on_matrix_units(capabilities: Capabilities, c: Any) -> list[Tiling]:
     if unit is None or getattr(c, "a_type", "f32") != "f16" or c.form == "tn" or c.m <= 2 * FEW_ROWS:
         return []
     result = []
-    for rows, columns, subgroups in ((128, 128, 8), (128, 64, 8), (64, 64, 4)):
-        one = Tiling(MATRIX, subgroups * unit.lanes, span=32, subgroups=subgroups, m=unit.m, n=unit.n, k=unit.k)
+    for rows, columns, subgroups, span in ((128, 128, 8, 32), (128, 64, 8, 64), (64, 64, 4, 32)):
+        one = Tiling(MATRIX, subgroups * unit.lanes, span=span, subgroups=subgroups, m=unit.m, n=unit.n, k=unit.k)
         one = replace(one, rows=rows // one.height, cols=columns // one.width)
         memory = 8 * (rows + columns) * (one.span // 4 + 1) + 1024  # bytes
         sums = 3 if getattr(c, "gated", False) else 2
