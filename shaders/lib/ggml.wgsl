@@ -46,3 +46,12 @@ fn four_bits(bits: u32, shift: u32) -> vec4<u32> {
 fn four_pairs(bits: u32, shift: u32) -> vec4<u32> {
     return (vec4<u32>(bits) >> (vec4<u32>(0u, 2u, 4u, 6u) + shift)) & vec4<u32>(3u);
 }
+
+// Codes i and i + 4 of eight, in the halves of a word: their 4 bits, or the upper bit, or two.
+fn nibble_pairs(bits: u32) -> vec4<u32> { return (vec4<u32>(bits) >> vec4<u32>(0u, 4u, 8u, 12u)) & vec4<u32>(0x000f000fu); }
+fn bit_pairs(bits: u32) -> vec4<u32> {
+    return (vec4<u32>((bits & 255u) | (bits << 12u)) >> vec4<u32>(0u, 1u, 2u, 3u)) & vec4<u32>(0x00010001u);
+}
+fn two_bit_pairs(bits: u32) -> vec4<u32> {
+    return (vec4<u32>((bits & 255u) | (bits << 8u)) >> vec4<u32>(0u, 2u, 4u, 6u)) & vec4<u32>(0x00030003u);
+}

@@ -50,12 +50,13 @@ def divisibility(c: Any) -> dict[str, bool]:
     if hasattr(c, "slots"):  # `thin` tiles load b and store y four values at a time, too
         offsets += [c.n, *(getattr(c, name, 0) for name in ("b_skip", "b_first", "y_skip", "y_first"))]
     of_h = [getattr(c, name, 0) for name in ("rank", "h_skip", "h_first")]
+    half = getattr(c, "a_type", "f32") == "f16"
     return {
         "quads": all(offset % 4 == 0 for offset in (*rows_of_a, *offsets)),
         "low_quads": rank > 0 and all(offset % 4 == 0 for offset in (*of_h, c.stride)),
         "even": all(n % 2 == 0 for n in sizes(vars(c), "n")) and all(getattr(c, name, 0) % 2 == 0 for name in EVEN),
-        "octets": False,
-        **({"of_span": gcd(64, *sizes(vars(c), "k"))} if getattr(c, "a_type", "f32") == "f16" else {}),
+        "octets": half and (c.k if c.form == "nt" else c.n) % 8 == 0,
+        **({"of_span": gcd(64, *sizes(vars(c), "k"))} if half else {}),
     }
 
 

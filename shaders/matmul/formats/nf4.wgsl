@@ -7,6 +7,8 @@ fn scale_at(w: Matrix, at: u32, step: u32) -> Scale { return scales[w.scales + (
 
 fn scale_count(out: u32, size_in: u32) -> u32 { return (out * size_in + 63u) / 64u; }
 
+fn affine(d: Scale) -> vec2<f32> { return vec2<f32>(d, 0.0); }
+
 fn decode8(bits: u32, scale: Scale) -> Octet {
     return Octet(
         vec4<f32>(level(bits), level(bits >> 4u), level(bits >> 8u), level(bits >> 12u)) * scale,
