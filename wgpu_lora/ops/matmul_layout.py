@@ -261,6 +261,11 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
         right=right,
         h=h,
         factor=factor,
-        words=words_of(c["planes"] if format == "packed" else CODE_PLANES[c["bits"]], tile.cols if packed_columns and not tiled else 8) if format != "dense" else (),
+        words=words_of(
+            c["planes"] if format == "packed" else CODE_PLANES[c["bits"]],
+            tile.cols if packed_columns and not tiled else 8,
+        )
+        if format != "dense"
+        else (),
         vectors=vectors_of(tile.cols),
     )
