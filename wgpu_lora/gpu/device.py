@@ -251,9 +251,9 @@ class Device:
         return result
 
     def _matrix(self) -> MatrixConfiguration | None:
-        """The product of matrices that the device computes right, of f16 with sums in f32 or, if it has none, in f16."""
-        of_f16 = {one.sums: one for one in reversed(self.info.matrices) if one.inputs == "f16"}
-        unit = of_f16.get("f32") or of_f16.get("f16")
+        """The product of f16 matrices that the device computes right, with sums in f32 or, if it has none, in f16."""
+        usable = [one for one in self.info.matrices if one.inputs == "f16" and one.sums in ("f32", "f16")]
+        unit = min(usable, key=lambda one: one.sums == "f16", default=None)
         if unit is None or self.options.subgroup_size is not None:
             return unit
         try:

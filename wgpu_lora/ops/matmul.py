@@ -39,7 +39,7 @@ def tile_grid(c: Any) -> Grid:
     return (tiles, cdiv(c.m, rows), slots) if c.tile.family == THIN_TILES else (cdiv(c.m, rows), tiles, slots)
 
 
-def divisibility(c: Any) -> dict[str, bool]:
+def divisibility(c: Any) -> dict[str, Any]:
     """The facts about a shape that are compiled in, as few as possible: each doubles the number of compute pipelines.
 
     octets: whether b's rows are whole groups of eight values, in a format of words (see `weights.nf4`).
