@@ -199,6 +199,7 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
     # Neighbouring columns are loaded, or stored, together.
     packed_columns = format == "packed" and orientation == "nn"
     tiled = tile.shares_memory
+    planes = CODE_PLANES[c["bits"]] if format == "codes" else c.get("planes", ())
     fours = tile.cols % 4 == 0 and across and quads and tile.wide
     by_word = packed_columns or (format == "dense" and orientation == "nn" and (a_type if thin else b_type) != "f32")
     even = quads and across if thin else c["even"]
@@ -261,11 +262,6 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
         right=right,
         h=h,
         factor=factor,
-        words=words_of(
-            c["planes"] if format == "packed" else CODE_PLANES[c["bits"]],
-            tile.cols if packed_columns and not tiled else 8,
-        )
-        if format != "dense"
-        else (),
+        words=words_of(planes, tile.cols if packed_columns and not tiled else 8),
         vectors=vectors_of(tile.cols),
     )
