@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,17 @@ import wgpu_lora
 from wgpu_lora.gpu.backends import DAWN, WGPU
 from wgpu_lora.gpu.device import Device, DeviceOptions
 from wgpu_lora.gpu.dispatch import Dispatch
-from wgpu_lora.gpu.tiling import MATRIX
+from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.tiling import MATRIX, Capabilities
 from wgpu_lora.gpu.tiling_check import cut_verdict
+from wgpu_lora.ops.half_precision import head_operand
+from wgpu_lora.ops.recorder import Recorder
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 from test_kernels import PRODUCTS
+
+F16_SUMS = "nf4_matmul", "nf4_matmul_backward", "matmul_nt"
+CORE = [case for case in PRODUCTS if case.constants["k"] % 2 == 0][::2]
 
 STEPS = 200
 ROWS = 300  # of the batch: two blocks and an edge
@@ -42,6 +49,33 @@ def test_products(units: Device, case: Case) -> None:
     for tiling in offered[-1:]:  # the smallest, which compiles the fastest
         verdict = cut_verdict(units, Dispatch(kernel, (), present, constants, tiling, (1, 1, 1)), tiling)
         assert verdict.right, (tiling, verdict)
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.label) for c in CORE if c.kernel.name in F16_SUMS])
+def test_products_with_sums_in_f16(units: Device, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """As on a device that has no others: every 32 steps they are added to sums in f32."""
+    assert units.capabilities.matrix
+    in_f16 = replace(units.capabilities, matrix=replace(units.capabilities.matrix, sums="f16"))
+    monkeypatch.setattr(units, "capabilities", in_f16)
+    test_products(units, case)
+
+
+def test_units_with_sums_in_f16_are_the_second_choice(units: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = units.capabilities.matrix
+    assert wide
+    narrow = replace(wide, sums="f16")
+    for listed, chosen in (((narrow, wide), wide), ((narrow,), narrow), ((replace(wide, inputs="u8"),), None)):
+        monkeypatch.setattr(units, "info", replace(units.info, matrices=listed))
+        assert units._matrix() == chosen
+
+
+def test_bf16_rounds_to_f16(units: Device) -> None:
+    """Since that is what the units multiply, and the LM head is rounded for them."""
+    rec = Recorder(Program(units, "rounding"), compute_dtype="bf16")
+    assert rec.compute_dtype == "f16"
+    assert head_operand(rec, rec.temp((64, 64)), 64, keep=True)[2] == "f16"
+    assert units.capabilities.operand_dtype("f32") == "f32"
+    assert Capabilities(32).operand_dtype("bf16") == "bf16"
 
 
 def test_training_is_that_of_f32(units: Device, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.scoring import ForwardPasses
 from wgpu_lora.names.spelling import any_option, setting
 from wgpu_lora.ops.embedding import gather_rows, head_logits
+from wgpu_lora.ops.half_precision import head_operand
 from wgpu_lora.ops.loss import CHUNK_BYTES, softmax_chunk
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.sparse_logits import pick_logits, top_k
@@ -85,11 +86,12 @@ class Forward:
         rescale, rows_of = rec.temp((rows,), name="rescale"), rec.temp((rows, cols), name="picked")
         rec.dispatch(gather_rows, hidden, targets.rows, rows_of, rows=rows, cols=cols)
         other = rec.temp((rows, k), name="largest logits"), rec.temp((rows, k), "u32", name="tokens")
+        rounded, scale, kind = head_operand(rec, rows_of, cols, keep=True)
         chunks = list(head.chunks(max(128, CHUNK_BYTES // (4 * rows) // 128 * 128)))
         for chunk_index, (first, part) in zip(reversed(range(len(chunks))), chunks, strict=True):
             width = part.rows
             logits = rec.temp((rows, width), name="logits")
-            head_logits(rec.dispatch, rows_of, head, part, logits, count)
+            head_logits(rec.dispatch, rounded, head, part, logits, count, scale, kind)
             result = self.values, self.ids
             before, after = (other, result) if chunk_index % 2 == 0 else (result, other)
             shape = {"rows": rows, "cols": width, "first": first}

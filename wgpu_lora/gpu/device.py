@@ -43,7 +43,7 @@ const WORDS = (M + N) * K / 4u; // of four f16
 @group(0) @binding(0) var<storage, read> halves: array<vec2<u32>>;
 @group(0) @binding(1) var<storage, read_write> y: array<f32>;
 var<workgroup> tile: array<vec2<u32>, WORDS>;
-var<workgroup> sums: array<f32, M * N>;
+var<workgroup> sums: array<Sum, M * N>;
 
 @compute @workgroup_size(4u * LANES) @subgroup_size(LANES)
 fn main(@builtin(local_invocation_index) local: u32) {
@@ -51,12 +51,12 @@ fn main(@builtin(local_invocation_index) local: u32) {
     workgroupBarrier();
     let left = subgroupMatrixLoad<subgroup_matrix_left<f16, K, M>, row_major>(&tile, 0u, K / 4u);
     let right = subgroupMatrixLoad<subgroup_matrix_right<f16, N, K>, col_major>(&tile, M * K / 4u, K / 4u);
-    var sum = subgroup_matrix_result<f32, N, M>();
+    var sum = subgroup_matrix_result<Sum, N, M>();
     sum = subgroupMatrixMultiplyAccumulate(left, right, sum);
     sum = subgroupMatrixMultiplyAccumulate(left, right, sum);
     if (local / LANES == 1u) { subgroupMatrixStore<row_major>(&sums, 0u, sum, N); }
     workgroupBarrier();
-    for (var i = local; i < M * N; i += 4u * LANES) { y[i] = sums[i]; }
+    for (var i = local; i < M * N; i += 4u * LANES) { y[i] = f32(sums[i]); }
 }
 """
 
@@ -251,8 +251,9 @@ class Device:
         return result
 
     def _matrix(self) -> MatrixConfiguration | None:
-        """The product of matrices that the device computes right, of f16 with sums in f32."""
-        unit = next((one for one in self.info.matrices if (one.inputs, one.sums) == ("f16", "f32")), None)
+        """The product of f16 matrices that the device computes right, with sums in f32 or, if it has none, in f16."""
+        usable = [one for one in self.info.matrices if one.inputs == "f16" and one.sums in ("f32", "f16")]
+        unit = min(usable, key=lambda one: one.sums == "f16", default=None)
         if unit is None or self.options.subgroup_size is not None:
             return unit
         try:
@@ -267,7 +268,8 @@ class Device:
         """Whether twice a product of small integers, as the family `matrix` computes, is exact. Raises ShaderError."""
         m, n, k = unit.m, unit.n, unit.k
         constants = {"M": m, "N": n, "K": k, "LANES": unit.lanes}
-        text = "".join(f"const {name} = {value}u;\n" for name, value in constants.items()) + MATRIX_PROBE
+        front = "".join(f"const {name} = {value}u;\n" for name, value in constants.items())
+        text = f"{front}alias Sum = {unit.sums};\n{MATRIX_PROBE}"
         rng = np.random.default_rng(0)
         left, right = rng.integers(-8, 9, (m, k)), rng.integers(-8, 9, (n, k))
         halves = np.concatenate([left.reshape(-1), right.reshape(-1)]).astype(np.float16)

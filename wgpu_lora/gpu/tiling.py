@@ -23,7 +23,7 @@ class Capabilities:
     workgroup_bytes: workgroup memory.
     software: whether the driver runs on the CPU.
     registers: 32-bit values that a lane can hold before a compiler spills them to memory.
-    matrix: the product of f16 matrices with sums in f32 that the device has units for, or None.
+    matrix: the product of f16 matrices, with sums in f32 or else f16, that the device has units for, or None.
     """
 
     subgroup_size: int
@@ -39,6 +39,10 @@ class Capabilities:
         """What computes, in words: the size of subgroups, and of the products of matrix units."""
         subgroups = f"subgroups of {self.subgroup_size}" if self.subgroup_size else "no subgroups"
         return subgroups + (f", matrix units of {self.matrix.m}x{self.matrix.n}x{self.matrix.k}" if self.matrix else "")
+
+    def operand_dtype(self, compute_dtype: str) -> str:
+        """What the inputs of frozen products are rounded to: f16 instead of bf16 where that is what units multiply."""
+        return "f16" if compute_dtype == "bf16" and self.matrix else compute_dtype
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Tiling:
     span: contraction steps per round; in attention, rows of the other side per step, or per lane and step.
     wide: whether to use 64-bit loads, which is faster where a driver loads every scalar separately.
     subgroups, m, n, k: of `matrix`, subgroups of a workgroup, and the sizes of their products.
+    sums: of `matrix`, the type of the products. f16 is added to f32 sums after every round.
     """
 
     family: str = PLAIN
@@ -69,6 +74,7 @@ class Tiling:
     m: int = 1
     n: int = 1
     k: int = 1
+    sums: str = "f32"
 
     @property
     def subgroup(self) -> int:
@@ -95,11 +101,11 @@ class Tiling:
     @property
     def label(self) -> str:
         """Its name in messages: family and lanes, rows x columns by span, slices, and whether loads are wide."""
-        tile = f"{self.family}-{self.lanes}-{self.rows}x{self.cols}x{self.span}"
+        tile = f"{self.family}-{self.lanes}-{self.rows}x{self.cols}x{self.span}{'-f16' if self.sums == 'f16' else ''}"
         return tile + (f"-slices{self.slices}" if self.slices > 1 else "") + ("-wide" if self.wide else "")
 
     def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if (name, value) != ("sums", "f32")}
 
     @classmethod
     def from_json(cls, value: Any) -> Tiling:
@@ -109,12 +115,12 @@ class Tiling:
         known = _of_0_1(value) if "sg" in value else dict(value)
         if not known.keys() <= {field.name for field in fields(cls)}:
             raise ValueError("a tiling has unknown fields")
-        family, wide = known.pop("family", PLAIN), known.pop("wide", False)
-        if not isinstance(family, str) or not isinstance(wide, bool):
-            raise ValueError("a tiling's family must be a string, and wide a boolean")
+        family, wide, sums = known.pop("family", PLAIN), known.pop("wide", False), known.pop("sums", "f32")
+        if not isinstance(family, str) or not isinstance(wide, bool) or sums not in ("f32", "f16"):
+            raise ValueError("a tiling's family must be a string, wide a boolean, and sums f32 or f16")
         if not all(type(size) is int and 0 < size <= LARGEST for size in known.values()):
             raise ValueError("a tiling's sizes must be positive integers")
-        return cls(family, wide=wide, **known)
+        return cls(family, wide=wide, sums=sums, **known)
 
 
 def _of_0_1(value: dict[str, Any]) -> dict[str, Any]:

@@ -136,15 +136,23 @@ def cap_gradient(x: In, logits: In, y: Out, *, size: U32, cap: F32) -> Any:
 
 
 def head_logits(
-    dispatch: Dispatch, x: Tensor, head: EmbeddingTable, part: TablePart, logits: Tensor, count: Tensor | None = None
+    dispatch: Dispatch,
+    x: Tensor,
+    head: EmbeddingTable,
+    part: TablePart,
+    logits: Tensor,
+    count: Tensor | None = None,
+    scale: Tensor | None = None,
+    kind: str = "f32",
 ) -> None:
     """Records logits [T, rows of the part] of hidden states x [T, in] by a part of the LM head.
 
     Args:
         dispatch: of a program or a recorder.
         count: u32 [1], the rows of x that are used.
+        scale, kind: of x, if it is rounded (`half_precision.head_operand`).
     """
-    shape = {"m": x.size // head.in_features, "n": part.rows, "k": head.in_features, **part.constants}
-    part.dispatch(dispatch, part.product, {"a": x, "y": logits, "count": count}, **shape)
+    shape = {"m": x.size // head.in_features, "n": part.rows, "k": head.in_features, "a_type": kind, **part.constants}
+    part.dispatch(dispatch, part.product, {"a": x, "y": logits, "count": count, "a_scale": scale}, **shape)
     if head.cap:
         dispatch(cap_logits, logits, size=logits.size, cap=head.cap)

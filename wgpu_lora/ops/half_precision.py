@@ -52,6 +52,12 @@ def matmul_operand(rec: Recorder, x: Tensor, cols: int, *, keep: bool) -> tuple[
     return a, scale, kind
 
 
+def head_operand(rec: Recorder, x: Tensor, cols: int, *, keep: bool) -> tuple[Tensor, Tensor | None, str]:
+    """`matmul_operand` for the LM head, whose inputs are rounded for matrix units alone."""
+    units = rec.compute_dtype == "f16" and rec.program.device.capabilities.matrix
+    return matmul_operand(rec, x, cols, keep=keep) if units else (x, None, "f32")
+
+
 def gradient_operand(rec: Recorder, dy: Tensor, outs: Sequence[int]) -> tuple[Tensor, Tensor | None, str]:
     """`matmul_operand` of a gradient that is read once: of y with `outs` columns, or of a stack of several parts.
 

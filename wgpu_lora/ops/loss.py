@@ -40,6 +40,7 @@ from wgpu_lora.gpu.kernel import (
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.elementwise import add_forward, fill
 from wgpu_lora.ops.embedding import EmbeddingTable, cap_gradient, embed, gather_rows, head_logits, scatter_rows
+from wgpu_lora.ops.half_precision import head_operand
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.sparse_logits import LOWEST, add_support, hide_logits, pick_logits
 
@@ -192,7 +193,8 @@ def sweep(
     for first, part in head.chunks(step):
         width, count = part.rows, targets.count
         logits = rec.temp((rows, width), name="logits")
-        head_logits(rec.dispatch, inputs, head, part, logits, count)
+        rounded, scale, kind = head_operand(rec, inputs, cols, keep=True)
+        head_logits(rec.dispatch, rounded, head, part, logits, count, scale, kind)
         for ids, values in picked.items():
             place = {"rows": rows, "kept": ids.shape[1], "cols": width, "first": first}
             rec.dispatch(pick_logits, logits, ids, count, values, **place)
@@ -204,9 +206,10 @@ def sweep(
             softmax["cap"] = head.cap if gradient else 0.0
             rec.dispatch(softmax_chunk, logits, targets.ids, count, states[t], rescales[t], apart, **softmax)
             if gradient:
-                tensors = {"a": apart or logits, "y": sums[t], "count": count}
+                a, scale, kind = head_operand(rec, apart or logits, width, keep=False)
+                tensors = {"a": a, "y": sums[t], "count": count, "a_scale": scale}
                 tensors |= {"row_scale": rescales[t]} if first else {}
-                shape = {"m": rows, "n": cols, "k": width, **part.constants}
+                shape = {"m": rows, "n": cols, "k": width, "a_type": kind, **part.constants}
                 part.dispatch(rec.dispatch, part.gradient, tensors, **shape)
     logprobs = into or rec.temp((rows,), name="logprobs")
     rec.dispatch(target_logprobs, states[temperatures[0]], targets.count, logprobs, rows=rows)

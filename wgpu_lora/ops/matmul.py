@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -38,21 +39,24 @@ def tile_grid(c: Any) -> Grid:
     return (tiles, cdiv(c.m, rows), slots) if c.tile.family == THIN_TILES else (cdiv(c.m, rows), tiles, slots)
 
 
-def divisibility(c: Any) -> dict[str, bool]:
+def divisibility(c: Any) -> dict[str, Any]:
     """The facts about a shape that are compiled in, as few as possible: each doubles the number of compute pipelines.
 
     octets: whether b's rows are whole groups of eight values, in a format of words (see `weights.nf4`).
+    of_span: for f16, the largest power of two, up to 64, that divides the contraction.
     """
     rows_of_a, rank = [c.m] if c.form == "tn" else sizes(vars(c), "k"), getattr(c, "rank", 0)
     offsets = [getattr(c, name, 0) for name in ("stride", "a_skip", "a_first")]
     if hasattr(c, "slots"):  # `thin` tiles load b and store y four values at a time, too
         offsets += [c.n, *(getattr(c, name, 0) for name in ("b_skip", "b_first", "y_skip", "y_first"))]
     of_h = [getattr(c, name, 0) for name in ("rank", "h_skip", "h_first")]
+    half = getattr(c, "a_type", "f32") == "f16"
     return {
         "quads": all(offset % 4 == 0 for offset in (*rows_of_a, *offsets)),
         "low_quads": rank > 0 and all(offset % 4 == 0 for offset in (*of_h, c.stride)),
         "even": all(n % 2 == 0 for n in sizes(vars(c), "n")) and all(getattr(c, name, 0) % 2 == 0 for name in EVEN),
-        "octets": False,
+        "octets": half and (c.k if c.form == "nt" else c.n) % 8 == 0,
+        **({"of_span": gcd(64, *sizes(vars(c), "k"))} if half else {}),
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from wgpu_lora.gpu.tiling import Tiling
 
 DENSE = ("f32", "bf16", "f16")
+CODE_PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}  # bits of a code in each plane (operands/codes.wgsl.j2)
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,11 @@ class Word:
     def row(self, column: str) -> str:
         """Its number in W's row that has the codes from `column` on."""
         return f"{self.start}{column} / {32 // self.bits}u" + (f" + {self.number}u" if self.number else "")
+
+    def inside_row(self, column: str) -> str:
+        """Its number in the plane, or that of the last word, if W's row ends before."""
+        own, codes = f"{column} / {32 // self.bits}u", 32 // self.bits
+        return f"min({own} + {self.number}u, (w.size_in - 1u) / {codes}u)" if self.number else own
 
     def shift(self, column: str) -> str:
         """Shifts the code of `column` to the lowest bits."""
@@ -193,6 +199,7 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
     # Neighbouring columns are loaded, or stored, together.
     packed_columns = format == "packed" and orientation == "nn"
     tiled = tile.shares_memory
+    planes = CODE_PLANES[c["bits"]] if format == "codes" else c.get("planes", ())
     fours = tile.cols % 4 == 0 and across and quads and tile.wide
     by_word = packed_columns or (format == "dense" and orientation == "nn" and (a_type if thin else b_type) != "f32")
     even = quads and across if thin else c["even"]
@@ -255,6 +262,6 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
         right=right,
         h=h,
         factor=factor,
-        words=words_of(c["planes"], tile.cols if packed_columns and not tiled else 8) if format == "packed" else (),
+        words=words_of(planes, tile.cols if packed_columns and not tiled else 8),
         vectors=vectors_of(tile.cols),
     )

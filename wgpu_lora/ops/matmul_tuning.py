@@ -17,6 +17,7 @@ from wgpu_lora.gpu.tiling import MATRIX, WORKGROUP, Arrays, Capabilities, Consta
 from wgpu_lora.ops.matrix_stack import factor_region, joined, region, sizes, split
 
 FEW_ROWS = 8
+STEPS_IN_F16 = 32  # products that are added in f16
 MOST_THREADS = 256  # of a workgroup, WebGPU's default limit
 CPU_LANES = 8  # lavapipe's own; with others, its shuffles are slow to run and large tiles slow to compile
 THIN_TILES = "thin"  # the family of LoRA's products of few columns
@@ -60,9 +61,11 @@ def on_matrix_units(capabilities: Capabilities, c: Any) -> list[Tiling]:
     if unit is None or getattr(c, "a_type", "f32") != "f16" or c.form == "tn" or c.m <= 2 * FEW_ROWS:
         return []
     result = []
-    for rows, columns, subgroups in ((128, 128, 8), (128, 64, 8), (64, 64, 4)):
-        one = Tiling(MATRIX, subgroups * unit.lanes, span=32, subgroups=subgroups, m=unit.m, n=unit.n, k=unit.k)
-        one = replace(one, rows=rows // one.height, cols=columns // one.width)
+    for rows, columns, subgroups, span in ((128, 128, 8, 32), (128, 64, 8, 64), (64, 64, 4, 32)):
+        one = Tiling(MATRIX, subgroups * unit.lanes, span=span, subgroups=subgroups, m=unit.m, n=unit.n, k=unit.k)
+        one = replace(one, rows=rows // one.height, cols=columns // one.width, sums=unit.sums)
+        if unit.sums == "f16":
+            one = replace(one, span=min(span, STEPS_IN_F16))
         memory = 8 * (rows + columns) * (one.span // 4 + 1) + 1024  # bytes
         sums = 3 if getattr(c, "gated", False) else 2
         if (

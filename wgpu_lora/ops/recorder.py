@@ -34,7 +34,8 @@ class Recorder:
         program: receives the dispatches.
         training: False records no backward pass.
         recompute: record `checkpoint`ed blocks again inside the backward pass instead of keeping their activations.
-        compute_dtype: dtype that the inputs of frozen matmuls are rounded to (see `ops.half_precision`).
+        compute_dtype: dtype that the inputs of frozen matmuls are rounded to (see `ops.half_precision`); with matrix
+            units, f16 for bf16.
         kept: where a base format keeps decoded constants; by default they are decoded before each product. For NF4,
             keeping them takes an eighth more memory.
     """
@@ -49,7 +50,7 @@ class Recorder:
     ):
         self.program = program
         self.kept = kept
-        self.compute_dtype = compute_dtype
+        self.compute_dtype = program.device.capabilities.operand_dtype(compute_dtype)
         self.halves: dict[tuple[Storage, int, int], tuple[Tensor, Tensor | None]] = {}
         self.training = training
         self.recompute = recompute

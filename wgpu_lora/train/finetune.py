@@ -19,6 +19,7 @@ from wgpu_lora.data.memory_rows import SealedRows
 from wgpu_lora.errors import StorageError, UserError, reason
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.tiling import Capabilities
 from wgpu_lora.gpu.tuner import Tuner, tuning_enabled
 from wgpu_lora.gpu.tuning_cache import Choices
 from wgpu_lora.gpu.verdicts import verdicts_of
@@ -336,6 +337,7 @@ def prepare_run(
     args, note = default_batches(args, group_lengths(prepared), weight, objective.rows_per_sample)
     stream = DataStream(prepared, args)
     chosen = {"length": length, "batches": note, "adapter": begins, "note": _reference_note(args, objective)}
+    chosen["rounding"] = _rounding_note(args, model.device.capabilities)
     notes = [f"{label}: {text}" for label, text in chosen.items() if text] + _resume_notes(
         stream, adapter_options, storage
     )
@@ -348,6 +350,12 @@ def prepare_run(
     return AdapterRun(
         slot, args, subject, stream, heldout, *digests, name, tuple(notes), reference, *taught, storage=storage
     )
+
+
+def _rounding_note(args: TrainingArguments, capabilities: Capabilities) -> str:
+    """A note on inputs that are rounded to another type than was asked for; '' if there are none."""
+    dtype = capabilities.operand_dtype(args.compute_dtype)
+    return "" if dtype == args.compute_dtype else f"to {dtype} instead of {args.compute_dtype}, for the matrix units"
 
 
 def _reference_note(args: TrainingArguments, objective: Objective) -> str:

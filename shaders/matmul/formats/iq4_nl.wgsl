@@ -1,9 +1,11 @@
 // IQ4_NL: d level, d of 32 values. A word of scales has d of two neighbouring blocks.
 alias Scale = f32;
 
-fn scale_at(w: Matrix, row: u32, step: u32) -> Scale { return half_scale(w, row, step); }
+fn scale_at(w: Matrix, at: u32, step: u32) -> Scale { return half_scale(w, at, step); }
 
 fn scale_count(out: u32, size_in: u32) -> u32 { return (size_in + 63u) / 64u * out; }
+
+fn affine(d: Scale) -> vec2<f32> { return vec2<f32>(d, 0.0); }
 
 fn decode8(bits: u32, d: Scale) -> Octet {
     return Octet(

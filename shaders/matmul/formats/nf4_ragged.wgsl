@@ -3,8 +3,10 @@ alias Scale = Octet;
 
 fn scale_of(w: Matrix, index: u32) -> f32 { return scales[w.scales + min(index, w.out * w.size_in - 1u) / 64u]; }
 
-fn scale_at(w: Matrix, row: u32, step: u32) -> Scale {
-    let i = row * w.size_in + step;
+fn scale_row(w: Matrix, row: u32) -> u32 { return row * w.size_in; }
+
+fn scale_at(w: Matrix, at: u32, step: u32) -> Scale {
+    let i = at + step;
     return Octet(
         vec4<f32>(scale_of(w, i), scale_of(w, i + 1u), scale_of(w, i + 2u), scale_of(w, i + 3u)),
         vec4<f32>(scale_of(w, i + 4u), scale_of(w, i + 5u), scale_of(w, i + 6u), scale_of(w, i + 7u)),

@@ -1,9 +1,12 @@
 // Q4_1: d code + m, d and m of 32 values.
 alias Scale = vec2<f32>;
+const ZERO = 0.0;
 
-fn scale_at(w: Matrix, row: u32, step: u32) -> Scale { return scale_and_low(w, row, step); }
+fn scale_at(w: Matrix, at: u32, step: u32) -> Scale { return scale_and_low(w, at, step); }
 
 fn scale_count(out: u32, size_in: u32) -> u32 { return size_in / 32u * out; }
+
+fn affine(s: Scale) -> vec2<f32> { return s; }
 
 fn decode8(bits: u32, s: Scale) -> Octet {
     let low = vec4<f32>(s.y);

@@ -1,9 +1,12 @@
 // Q4_K: (d scale) code - dmin low, scale and low of 6 bits for 32 values, d and dmin for 256.
 alias Scale = vec2<f32>;
+const ZERO = 0.0;
 
-fn scale_at(w: Matrix, row: u32, step: u32) -> Scale { return six_bit_scales(w, row, step); }
+fn scale_at(w: Matrix, at: u32, step: u32) -> Scale { return six_bit_scales(w, at, step); }
 
 fn scale_count(out: u32, size_in: u32) -> u32 { return size_in / 256u * 4u * out; }
+
+fn affine(s: Scale) -> vec2<f32> { return s; }
 
 fn decode8(bits: u32, s: Scale) -> Octet {
     let low = vec4<f32>(s.y);

@@ -1,9 +1,12 @@
 // Q5_1: d code + m, d and m of 32 values; the fifth bits are a plane.
 alias Scale = vec2<f32>;
+const ZERO = 0.0;
 
-fn scale_at(w: Matrix, row: u32, step: u32) -> Scale { return scale_and_low(w, row, step); }
+fn scale_at(w: Matrix, at: u32, step: u32) -> Scale { return scale_and_low(w, at, step); }
 
 fn scale_count(out: u32, size_in: u32) -> u32 { return size_in / 32u * out; }
+
+fn affine(s: Scale) -> vec2<f32> { return s; }
 
 fn decode8(bits: vec2<u32>, s: Scale) -> Octet {
     let low = four_nibbles(bits.x, 0u) | (four_bits(bits.y, 0u) << vec4<u32>(4u));
@@ -11,3 +14,5 @@ fn decode8(bits: vec2<u32>, s: Scale) -> Octet {
     let lowest = vec4<f32>(s.y);
     return Octet(vec4<f32>(low) * s.x + lowest, vec4<f32>(high) * s.x + lowest);
 }
+
+fn code_pairs(bits: vec2<u32>) -> vec4<u32> { return nibble_pairs(bits.x) | (bit_pairs(bits.y) << vec4<u32>(4u)); }

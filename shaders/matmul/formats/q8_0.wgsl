@@ -1,7 +1,8 @@
 // Q8_0: d code, d of 32 values, codes with a sign. A word of scales has d of two neighbouring blocks.
 alias Scale = f32;
+const ZERO = 128.0;
 
-fn scale_at(w: Matrix, row: u32, step: u32) -> Scale { return half_scale(w, row, step); }
+fn scale_at(w: Matrix, at: u32, step: u32) -> Scale { return half_scale(w, at, step); }
 
 fn scale_count(out: u32, size_in: u32) -> u32 { return (size_in + 63u) / 64u * out; }
 
@@ -9,6 +10,14 @@ fn signed_bytes(word: u32) -> vec4<f32> {
     return vec4<f32>(vec4<i32>(vec4<u32>(word) << vec4<u32>(24u, 16u, 8u, 0u)) >> vec4<u32>(24u));
 }
 
+fn affine(d: Scale) -> vec2<f32> { return vec2<f32>(d, 0.0); }
+
 fn decode8(bits: vec2<u32>, d: Scale) -> Octet {
     return Octet(signed_bytes(bits.x) * d, signed_bytes(bits.y) * d);
+}
+
+fn code_pairs(bits: vec2<u32>) -> vec4<u32> {
+    let codes = bits ^ vec2<u32>(0x80808080u);
+    let shifts = vec4<u32>(0u, 8u, 16u, 24u);
+    return ((vec4<u32>(codes.x) >> shifts) & vec4<u32>(255u)) | (((vec4<u32>(codes.y) >> shifts) & vec4<u32>(255u)) << vec4<u32>(16u));
 }

@@ -64,7 +64,8 @@ class Memory:
 @dataclass(frozen=True)
 class UsedDevice:
     """The device of a run. kind: discrete, integrated, software ... miscompiled: what it gets wrong, in sentences.
-    units: what computes, in words; matrix units, if there are any, are used with the compute dtype f16.
+    units: what computes, in words; matrix units, if there are any, are used with the compute dtypes f16
+        and bf16, which both round to f16 then.
     """
 
     name: str
