@@ -20,7 +20,7 @@ from wgpu_lora.gpu.backends.wgpu_native import declare_only_used_types
 from wgpu_lora.gpu.device import Device, DeviceOptions
 from wgpu_lora.gpu.device_errors import DeviceLost, raise_device_lost
 from wgpu_lora.gpu.device_list import DeviceInfo
-from wgpu_lora.gpu.tiling import Capabilities
+from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.ops import matmul_tuning
 from wgpu_lora.train.run.training_log import environment
 
@@ -123,3 +123,8 @@ def test_tilings_of_matrix_units() -> None:
     assert not matmul_tuning.on_matrix_units(capabilities, SimpleNamespace(**{**vars(call), "m": 1}))
     small = matmul_tuning.on_matrix_units(replace(capabilities, workgroup_bytes=16384), call)
     assert [one.lanes for one in small] == [256, 128]
+    assert [one.span for one in tilings] == [32, 64, 32]
+    assert {one.span for one in small} == {32}, "rounds are shorter where memory is"
+    in_f16 = matmul_tuning.on_matrix_units(replace(capabilities, matrix=replace(UNIT, sums="f16")), call)
+    assert {(one.sums, one.span) for one in in_f16} == {("f16", 32)}
+    assert [Tiling.from_json(one.to_json()) for one in in_f16] == in_f16

@@ -17,7 +17,7 @@ from wgpu_lora.gpu.tiling import MATRIX, WORKGROUP, Arrays, Capabilities, Consta
 from wgpu_lora.ops.matrix_stack import factor_region, joined, region, sizes, split
 
 FEW_ROWS = 8
-STEPS_IN_F16 = 32  # products that are added in f16
+STEPS_IN_F16 = 32  # products that are added in f16, and the shortest rounds
 MOST_THREADS = 256  # of a workgroup, WebGPU's default limit
 CPU_LANES = 8  # lavapipe's own; with others, its shuffles are slow to run and large tiles slow to compile
 THIN_TILES = "thin"  # the family of LoRA's products of few columns
@@ -55,6 +55,11 @@ def through_workgroup(capabilities: Capabilities, c: Any) -> list[Tiling]:
     ]
 
 
+def _matrix_bytes(rows: int, span: int) -> int:
+    """Workgroup memory of the family `matrix`: these rows of a and b, each longer by a word, and the table of pairs."""
+    return 8 * rows * (span // 4 + 1) + 1024
+
+
 def on_matrix_units(capabilities: Capabilities, c: Any) -> list[Tiling]:
     """Tilings of the family `matrix`, for products of many rows of f16."""
     unit = capabilities.matrix
@@ -62,15 +67,14 @@ def on_matrix_units(capabilities: Capabilities, c: Any) -> list[Tiling]:
         return []
     result = []
     for rows, columns, subgroups, span in ((128, 128, 8, 32), (128, 64, 8, 64), (64, 64, 4, 32)):
+        if unit.sums == "f16" or _matrix_bytes(rows + columns, span) > capabilities.workgroup_bytes:
+            span = STEPS_IN_F16
         one = Tiling(MATRIX, subgroups * unit.lanes, span=span, subgroups=subgroups, m=unit.m, n=unit.n, k=unit.k)
         one = replace(one, rows=rows // one.height, cols=columns // one.width, sums=unit.sums)
-        if unit.sums == "f16":
-            one = replace(one, span=min(span, STEPS_IN_F16))
-        memory = 8 * (rows + columns) * (one.span // 4 + 1) + 1024  # bytes
         sums = 3 if getattr(c, "gated", False) else 2
         if (
             one.lanes <= MOST_THREADS
-            and memory <= capabilities.workgroup_bytes
+            and _matrix_bytes(rows + columns, span) <= capabilities.workgroup_bytes
             and (capabilities.software or sums * one.rows * one.cols + 72 <= capabilities.registers)
         ):
             result.append(one)
