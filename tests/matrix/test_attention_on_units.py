@@ -9,8 +9,7 @@ import pytest
 from support.kernels import Case
 from support.kernels.attention import cases, forked, packed
 
-from wgpu_lora.gpu.backends import DAWN
-from wgpu_lora.gpu.device import Device, DeviceOptions
+from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.reference_values import as_float64, nmse
 from wgpu_lora.gpu.single_kernel import SingleKernel
 from wgpu_lora.gpu.tiling import MATRIX
@@ -23,11 +22,6 @@ CASES = [
     *cases(packed(50, 40), 90, kv_heads=1, group=1, dim=80, cap=0.7),
     *cases(packed(40, 30), 70, kv_heads=1, group=1, dim=256),
 ]
-
-
-@pytest.fixture(scope="module")
-def units() -> Device:
-    return Device(options=DeviceOptions(backend=DAWN))
 
 
 def outputs(device: Device, case: Case, arrays: dict[str, np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

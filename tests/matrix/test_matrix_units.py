@@ -12,7 +12,7 @@ import pytest
 from support.kernels import Case
 
 import wgpu_lora
-from wgpu_lora.gpu.backends import DAWN, WGPU
+from wgpu_lora.gpu.backends import WGPU
 from wgpu_lora.gpu.device import Device, DeviceOptions
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.program import Program
@@ -29,13 +29,6 @@ CORE = [case for case in PRODUCTS if case.constants["k"] % 2 == 0][::2]
 
 STEPS = 200
 ROWS = 300  # of the batch: two blocks and an edge
-
-
-@pytest.fixture(scope="module")
-def units() -> Device:
-    device = Device(options=DeviceOptions(backend=DAWN))
-    assert device.capabilities.matrix, f"{device.info.name} ({device.info.driver}) has no matrix units"
-    return device
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.label) for c in PRODUCTS if c.constants["k"] % 2 == 0])
