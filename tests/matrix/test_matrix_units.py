@@ -20,6 +20,8 @@ from wgpu_lora.gpu.tiling import MATRIX, Capabilities
 from wgpu_lora.gpu.tiling_check import cut_verdict
 from wgpu_lora.ops.half_precision import head_operand
 from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 from test_kernels import PRODUCTS
@@ -69,6 +71,13 @@ def test_bf16_rounds_to_f16(units: Device) -> None:
     assert head_operand(rec, rec.temp((64, 64)), 64, keep=True)[2] == "f16"
     assert units.capabilities.operand_dtype("f32") == "f32"
     assert Capabilities(32).operand_dtype("bf16") == "bf16"
+    model = wgpu_lora.load("demo", device=units)
+    said = {}
+    for dtype in ("bf16", "f16"):
+        job = prepare_job(TrainingArguments(compute_dtype=dtype), model, planning=True)
+        assert job.run.args.compute_dtype == dtype, "what was asked for is what is recorded"
+        said[dtype] = [note for note in job.run.notes if note.startswith("rounding:")]
+    assert said == {"bf16": ["rounding: to f16 instead of bf16, for the matrix units"], "f16": []}
 
 
 def test_training_is_that_of_f32(units: Device, tmp_path: Path) -> None:
