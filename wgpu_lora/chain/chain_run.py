@@ -71,7 +71,8 @@ def run(chain: Chain, watch: ChainWatch, start: str | None = None) -> None:
     forced = _forced(chain, start)
     with locked(chain.output):
         state, digests = State.read(chain.output), Digests(chain.output / DIGESTS)
-        sweep(chain.output, re.compile("|".join(re.escape(link.name) for link in chain.links)))
+        names = (STATE, DIGESTS, *(link.name for link in chain.links))
+        sweep(chain.output, re.compile("|".join(map(re.escape, names))))
         for number, link in enumerate(chain.links, 1):
             stage_result = state.stages.get(link.name)
             if start is not None and link.name not in forced:
