@@ -58,7 +58,7 @@ class GeneralOptions:
         "f32",
         MEMORY,
         "Type that the inputs of frozen matmuls are rounded to; sums stay in f32. f16 uses matrix units, where "
-        "the device has them, and bf16 means f16 on them; auto: f16 on such a device, else f32.",
+        "the device has them, also for attention, and bf16 means f16 on them; auto: f16 on such a device, else f32.",
         choices=(*COMPUTE_DTYPES, AUTO),
     )
     tune: bool = option(

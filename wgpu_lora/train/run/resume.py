@@ -117,8 +117,10 @@ def planned_options(
 
 def recorded_rate(args: TrainingArguments, storage: CheckpointStore = PLAIN_FILES) -> float | None:
     """The learning rate that the newest checkpoint of a resumed run names where the options name none."""
-    newest = run_checkpoint.latest_checkpoint(args.directory, storage) if args.resume else None
-    if newest is None or args.learning_rate is not None:
+    if not args.resume or args.learning_rate is not None:
+        return None
+    newest = run_checkpoint.latest_checkpoint(args.directory, storage)
+    if newest is None:
         return None
     identity = run_checkpoint.check(newest, storage)[1]
     return planned_options(identity["options"], args, newest, storage).learning_rate
