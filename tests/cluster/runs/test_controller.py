@@ -138,12 +138,13 @@ def test_a_killed_controller_goes_on_and_results_go_to_the_shared_folder(lab: La
 
 
 def test_a_hanging_actor_costs_the_steps_since_the_last_checkpoint(lab: Lab, tmp_path: Path) -> None:
-    lab.submit("lost", [task("one", tmp_path, max_steps=STEPS, num_train_epochs=1000, logging_steps=1)])
+    last = 500  # 8 seconds: the run must not end before the signal arrives
+    lab.submit("lost", [task("one", tmp_path, max_steps=last, num_train_epochs=1000, logging_steps=1)])
     lab.until("lost", lambda tasks: tasks[0].progress.step > 4)
     os.kill(lab.actor_pid("lost", "one"), signal.SIGSTOP)
     (view,) = lab.over("lost")
     assert (view.state, view.attempts) == ("finished", 2)
-    assert steps(lab.log("lost", "one")) == list(range(1, STEPS + 1))
+    assert steps(lab.log("lost", "one")) == list(range(1, last + 1))
     lab.call("fetched", "lost", "one")
 
 
