@@ -42,7 +42,7 @@ def kernel_calls(shape: str, base_dtype: str, device: Device) -> list[KernelCall
     result: dict[object, KernelCall] = {}
     for name, program in _programs(synthetic_model(shape_config(shape, 1), device, base_dtype)):
         for dispatch in sorted(program.dispatches, key=lambda one: -prod(one.groups)):
-            tilings = dispatch.kernel.tilings(device.capabilities, dispatch.constants)
+            tilings = dispatch.tilings(device.capabilities)
             call = result.setdefault(dispatch.shader, KernelCall(dispatch, tilings, []))
             if name not in call.programs:
                 call.programs.append(name)
