@@ -79,9 +79,7 @@ class Program:
         if max(groups) > MAX_GROUPS:
             raise GridTooLarge(kernel.name, groups)
         tensors = tuple(t for t in args if t is not None)
-        self.dispatches.append(
-            Dispatch(kernel, tensors, present, constants, tiling, groups, fixed, self.decoding)
-        )
+        self.dispatches.append(Dispatch(kernel, tensors, present, constants, tiling, groups, fixed, self.decoding))
 
     def prune(self) -> None:
         """Drops dispatches whose outputs are never read, such as the last product of a recomputed block."""

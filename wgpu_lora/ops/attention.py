@@ -72,8 +72,8 @@ def attention_forward(
 ) -> Any:
     """y[t] = sum_j softmax_j(scale q[t] k[j]) v[j] over the keys ranges[t].xy, and the softmax's log-sum-exp.
 
-    With a cap, the scores s = scale q[t] k[j] are cap tanh(s / cap). Rows with an empty range give zeros. With blocks of
-    `block` keys, key j is row blocks[j / block] * block + j % block of k and v, which may be f16."""
+    With a cap, the scores s = scale q[t] k[j] are cap tanh(s / cap). Rows with an empty range give zeros. With blocks
+    of `block` keys, key j is row blocks[j / block] * block + j % block of k and v, which may be f16."""
     if blocks is not None:
         keys = max(1, int(ranges.reshape(rows, 4)[:, 1].max()))
         row = blocks.reshape(-1).astype(np.int64)[np.arange(keys) // block] * block + np.arange(keys) % block

@@ -116,9 +116,7 @@ def tilings(
             # Rounds and slices are the order of summation.
             rounds = span if decoding else span * max(1, 32 // span // few)
             divisions = ((owners, 2), (owners, 4)) if decoding else ((owners, 2), (2 * owners, 2), (owners, 4))
-            result = [
-                Tiling("few", size, few, cols, rounds, size // own) for own, cols in divisions if own < size
-            ]
+            result = [Tiling("few", size, few, cols, rounds, size // own) for own, cols in divisions if own < size]
         fitting = [tiling for tiling in result if tiling.rows * tiling.cols + beside <= capabilities.registers]
         if capabilities.int64:
             wide = [replace(tiling, wide=True) for tiling in (result if capabilities.software else fitting)]

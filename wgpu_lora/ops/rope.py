@@ -192,7 +192,9 @@ def rope(
             rec.dispatch(rope_forward, _whole(k), positions, table, *_weights(norm), **shape)
             for new, stored in ((k, cache.keys), (v, cache.values)):
                 cols = k.shape[1] * k.shape[2]
-                rec.dispatch(store_halves, _whole(new), cache.rows, stored, rows=k.shape[0], cols=cols, first=_first(new))
+                rec.dispatch(
+                    store_halves, _whole(new), cache.rows, stored, rows=k.shape[0], cols=cols, first=_first(new)
+                )
             return q, cache.keys, cache.values
         stored_in = (None, cache.keys, cache.values, cache.rows)
         shape["v_first"] = v.byte_offset // 4
