@@ -103,7 +103,7 @@ class AttentionTuning:
     """Inputs are one causal sequence of the call's size, whose last rows are the queries."""
 
     sizes: tuple[str, ...] = ("rows", "keys")
-    later: tuple[str, ...] = ("cap", "compute_dtype", "block", "cache_dtype")
+    later: tuple[str, ...] = ("cap", "compute_dtype")
 
     def work(self, c: Constants) -> float:
         """Multiply-adds of the scores if every query saw all keys."""
