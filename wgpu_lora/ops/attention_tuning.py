@@ -136,7 +136,7 @@ class AttentionTuning:
             arrays["blocks"] = rng.permutation(keys // c["block"]).astype(np.uint32)
             if c["cache_dtype"] == "f16":
                 arrays |= {name: arrays[name].astype(np.float16) for name in "kv"}
-        return {name: arrays[name] for name in present}
+        return {name: arrays[name] for name in present if name in arrays}
 
 
 TUNING = AttentionTuning()
