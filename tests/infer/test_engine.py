@@ -333,3 +333,18 @@ def test_impossible_requests_are_refused(engine: Engine, request_: Request, mess
     with pytest.raises(UserError, match=message):
         engine.add(request_)
     assert not engine.busy
+
+
+def test_a_cache_without_a_size_is_as_large_as_a_binding_allows(
+    device: Device, qwen2: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qwen2.load_weights()
+    monkeypatch.setattr(device, "max_binding", 1 << 17)
+    engine = Engine(qwen2, **{**SMALL, "max_num_seqs": 64})
+    try:
+        largest = engine.state.cache.largest()[1]
+        assert 1 << 16 < largest <= 1 << 17
+        assert engine.state.limits.blocks < 64 * 64 // 16
+        assert run(engine, [Request([5, 6, 7], max_new_tokens=3)])
+    finally:
+        engine.close()

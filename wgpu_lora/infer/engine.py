@@ -19,7 +19,7 @@ from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.peft_adapter import Matrices
 from wgpu_lora.formats.peft_config import AdapterConfig
-from wgpu_lora.gpu.device_errors import with_option_advice
+from wgpu_lora.gpu.device_errors import BindingTooLarge, with_option_advice
 from wgpu_lora.gpu.kernel import cdiv
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage, Tensor
@@ -122,7 +122,7 @@ class Engine:
             try:
                 self._open(EngineLimits(max_num_seqs, length, blocks, fitting, cache_dtype), events)
                 return
-            except NoRoomError:
+            except (NoRoomError, BindingTooLarge):
                 self.close()
                 blocks //= 2
                 if cache_tokens is not None or blocks * BLOCK < length:
