@@ -264,6 +264,21 @@ def test_an_aborted_request_gives_its_place_up_before_the_next_step(engine: Engi
     assert engine.stats().cache_usage == 0
 
 
+def test_a_step_computes_no_more_of_prompts_than_it_may(qwen2: LoadedModel, rng: np.random.Generator) -> None:
+    """Of 40 tokens at most, and so of 16, in one program."""
+    ids, sizes = rng.integers(3, 90, 50).tolist(), []
+    engine = Engine(qwen2, **{**SMALL, "max_num_batched_tokens": 40})
+    try:
+        engine.add(Request(ids, max_new_tokens=2))
+        engine.add(Request(ids[:3], max_new_tokens=2))
+        while engine.busy:
+            engine.step()
+            sizes.append(engine.step_tokens)
+    finally:
+        engine.close()
+    assert sizes == [(16, 0), (16, 0), (16, 0), (5, 0), (0, 2)]
+
+
 def test_a_small_cache_makes_requests_wait(qwen2: LoadedModel, rng: np.random.Generator) -> None:
     many = prompts(rng, 12, qwen2.config.vocab_size, 30)
     engines = [Engine(qwen2, **SMALL, cache_tokens=tokens) for tokens in (64, 512)]
@@ -308,6 +323,7 @@ def test_keys_and_values_in_f16_cost_little_accuracy(device: Device, rng: np.ran
     [
         ({"max_model_len": 0}, "capacity of 0 tokens"),
         ({"max_model_len": 129}, "supports 1 to 128"),
+        ({"max_num_seqs": 0}, "0 sequences"),
         ({"max_model_len": 64, "cache_tokens": 63}, "cache of 63 tokens is too small"),
     ],
 )

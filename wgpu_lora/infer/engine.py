@@ -64,7 +64,8 @@ class Engine:
         model: its weights are loaded if needed.
         max_model_len: tokens of a sequence including the prompt; by default 4096, or the model's limit.
         max_num_seqs: sequences that run together.
-        max_num_batched_tokens: tokens of prompts in a step, which decide how long it takes at most.
+        max_num_batched_tokens: tokens of prompts in a step, which decide how long it takes at most; of `buckets`, the
+            largest that is not more.
         cache_tokens: of all sequences; by default as many as they can need, or as many as there is memory for.
         cache_dtype: f32, or f16 for half the memory and keys and values that are rounded to 11 bits.
         max_loras, max_lora_rank, dora, max_cpu_loras: see `AdapterSlots`.
@@ -99,6 +100,8 @@ class Engine:
             raise UserError(
                 f"A capacity of {length:,} tokens is not possible: {model.name} supports 1 to {limit:,} tokens."
             )
+        if max_num_seqs < 1:
+            raise UserError(f"{max_num_seqs} sequences are not possible: use at least one.")
         if cache_tokens is not None and cache_tokens < length:
             raise UserError(
                 f"A cache of {cache_tokens:,} tokens is too small for a sequence of {length:,}: use at least that many."
@@ -107,8 +110,8 @@ class Engine:
         self.slots: AdapterSlots | FixedSlots = FixedSlots(adapters)
         if adapters is None and max_loras:
             self.slots = AdapterSlots(model, max_loras, max_lora_rank, dora, max_cpu_loras)
-        self._most_rows = max(max_num_batched_tokens, buckets[0])
-        fitting = tuple(size for size in buckets if size <= self._most_rows)
+        fitting = tuple(size for size in buckets if size <= max(max_num_batched_tokens, buckets[0]))
+        self._most_rows = fitting[-1]
         self._waiting: deque[Request] = deque()
         self._running: list[_Sequence] = []
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
