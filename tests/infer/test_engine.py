@@ -122,6 +122,17 @@ def test_a_prompt_that_began_before_is_not_computed_again(engine: Engine, rng: n
         assert request.cached_tokens == cached
 
 
+def test_requests_with_one_prompt_compute_it_once(engine: Engine, rng: np.random.Generator) -> None:
+    ids = rng.integers(3, 90, 40).tolist()
+    requests = [Request([*ids], "a0", Sampler(1.0, seed=seed), 4) for seed in range(5)]
+    other = Request([9, 9, 9], "a0", max_new_tokens=1)
+    before = engine.stats()
+    run(engine, [*requests[:3], other, *requests[3:]])
+    assert [request.cached_tokens for request in (*requests, other)] == [0, 32, 32, 32, 32, 0]
+    assert engine.stats().cached_tokens - before.cached_tokens == 4 * 32
+    assert len({tuple(request.token_ids) for request in requests}) > 1
+
+
 def test_an_adapter_of_the_same_name_has_no_cache_of_the_one_before(engine: Engine, tmp_path: Path) -> None:
     ids = list(range(3, 40))
     answers = []

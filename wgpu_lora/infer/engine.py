@@ -160,6 +160,11 @@ class Engine:
         for program in self.slots.programs:
             self._build(program)
 
+    def compile(self) -> None:
+        """Compile all programs, so that no step has to."""
+        for program in self.programs.all():
+            self._build(program)
+
     def close(self) -> None:
         """Free what was allocated here; the model, and adapters that were given, stay."""
         self.arena.free()
@@ -261,8 +266,12 @@ class Engine:
         return self._choose([*self._in_order(decoding), *ready]) if decoding or ready else []
 
     def _admit(self) -> None:
-        while self._waiting and self._places:
-            request = self._waiting[0]
+        """Begin requests in the order that they came, as far as there is room. One whose prompt begins as another's
+        that is being computed waits for that."""
+        computing = {key for s in self._running for key in s.keys[s.computed // BLOCK :]}
+        for request in list(self._waiting):
+            if not self._places:
+                return
             end = len(request.prompt) + (request.max_new_tokens or self.max_model_len)
             switch = self.model.config.switch()
             # Keys of a sequence that becomes longer than this are computed twice.
@@ -273,6 +282,9 @@ class Engine:
             keys = block_keys((adapter, long), request.prompt) if shares else []
             usable = [] if request.prompt_logprobs else keys[: (len(request.prompt) - 1) // BLOCK]
             blocks = self._pool.cached(usable)
+            if computing.intersection(usable[len(blocks) : len(blocks) + 1]):
+                self._pool.release(blocks)
+                continue
             count = cdiv(min(end, self.max_model_len), BLOCK) - len(blocks)
             slot: int | None = -1
             if count <= self._pool.available and request.adapter is not None:
@@ -280,7 +292,7 @@ class Engine:
             if count > self._pool.available or slot is None:
                 self._pool.release(blocks)
                 return
-            self._waiting.popleft()
+            self._waiting.remove(request)
             request.cached_tokens = BLOCK * len(blocks)
             self._prompt_tokens += len(request.prompt)
             self._cached_tokens += request.cached_tokens
@@ -289,6 +301,7 @@ class Engine:
                 np.array(request.prompt, np.int64), request.cached_tokens,
             )  # fmt: skip
             self._running.append(sequence)
+            computing.update(keys[len(blocks) :])
 
     def _end(self, sequence: _Sequence) -> None:
         self._running.remove(sequence)
