@@ -116,7 +116,8 @@ class Session:
         longest = [self.heldout.tokens] if self.heldout else []
         if any(objective.reference for objective in self._objectives):
             buckets = [*sizes, *longest, *([mismatched] if mismatched > max([*sizes, *longest]) else [])]
-            self.frozen = Scorer(self.model, self.references, buckets, *rest, "reference")
+            degrees = sorted({o.temperatures[0] for o in self._objectives if o.reference})
+            self.frozen = Scorer(self.model, self.references, buckets, *rest, "reference", degrees)
         if any(objective.needs_kl_rows for objective in self._objectives):
             self.current = Scorer(self.model, self.trained, [max([mismatched, *sizes, *longest])], *rest, "mismatched")
 
@@ -218,10 +219,10 @@ class Session:
 
     def with_reference_logprobs(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with the log-probabilities of their answers under their reference, if they need them."""
-        open = [i for i, g in enumerate(groups) if self._objectives[g.slot].reference and g.reference is None]
+        open = [i for i, group in enumerate(groups) if not self._objectives[group.slot].has_reference(group)]
         result = list(groups)
         for i, logprobs in zip(open, self._frozen_logprobs([groups[i].segments for i in open]), strict=True):
-            result[i] = replace(groups[i], reference=self._objectives[groups[i].slot].sums(logprobs))
+            result[i] = self._objectives[groups[i].slot].referenced(groups[i], logprobs)
         return result
 
     def with_kl_estimate(self, batches: Sequence[Sequence[Group]]) -> list[list[Group]]:
@@ -245,8 +246,10 @@ class Session:
         if not samples:
             return []
         assert self.frozen is not None
-        slots = self._frozen_slots
-        return self.frozen.logprobs([[replace(one, slot=slots.get(one.slot)) for one in sample] for sample in samples])
+        slots, objectives = self._frozen_slots, self._objectives
+        degrees = [objectives[sample[0].slot or 0].temperatures[0] for sample in samples]
+        placed = [[replace(one, slot=slots.get(one.slot)) for one in sample] for sample in samples]
+        return self.frozen.logprobs(placed, degrees)
 
     def release_references(self) -> None:
         """Free what only the reference passes need, if no step has any: all references have been precomputed."""
