@@ -69,6 +69,8 @@ class SlotProgress:
         """Begin the next step."""
         self.clock.begin_step()
         self.run.before_step(self.session)
+        if self.run.rollouts:
+            self.run.rollouts.prepare(self.session, self.step, self.run.slot)
 
     def update(self) -> SlotUpdate:
         rate = self.clock.learning_rate() if self.run.args.target_seconds else self.run.learning_rate()
@@ -81,7 +83,7 @@ class SlotProgress:
         processed, units = stream.processed_tokens(step.samples), stream.units(step.samples)
         loss = report.loss_sum / units
         sums = self.session.totals.read_metrics(self.session.device, self.run.slot, stream.objective)
-        metrics = stream.objective.logged(sums, units)
+        metrics = stream.sampling_metrics() | stream.objective.logged(sums, units)
         state.step += 1
         state.epoch, state.index = (step.epoch + 1, 0) if step.last_of_epoch else (step.epoch, step.index + 1)
         state.tokens += tokens

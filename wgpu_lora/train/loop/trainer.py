@@ -128,7 +128,7 @@ class Trainer:
         updates = {p.run.slot: p.update() for p in stepping}
         reports = optimizer.apply(device, updates)
         seconds = time.perf_counter() - begin
-        tokens = sum(p.trained_tokens for p in stepping)
+        tokens = max(1, sum(p.trained_tokens for p in stepping))
         self.step += 1
         advanced = [progress for progress in stepping if reports[progress.run.slot].applied]
         for progress in advanced:  # all of them first, since held-out losses overwrite the step's totals

@@ -104,6 +104,7 @@ class GRPO(Objective):
 
     formats: ClassVar = PROMPTS
     unit: ClassVar = "group"
+    samples: ClassVar[bool] = True
     has_labels: ClassVar[bool] = True
     needs_entropy: ClassVar[bool] = True
     token_inputs: ClassVar[int] = 3
@@ -114,6 +115,7 @@ class GRPO(Objective):
 
     reward_funcs: str | None = None
     reward_weights: str | None = None
+    reward_timeout: float = 60.0
     num_generations: int = 8
     max_completion_length: int = 512
     temperature: float = 1.0

@@ -224,7 +224,8 @@ class Objective:
     whether it needs the log-probabilities of its answers under a frozen reference: the base model alone, or another
     adapter. trains_prompt: whether it also needs the log-probabilities of the first example's prompt. needs_kl_rows:
     whether it needs those of prompts with other samples' answers (`Objective.estimate`). has_labels: whether it reads
-    the value of each token's row (`Sample.value`). needs_teacher: whether it needs a teacher. needs_entropy: whether it
+    the value of each token's row (`Sample.value`). needs_teacher: whether it needs a teacher. samples: whether rows
+    are prompts, whose completions it samples itself. needs_entropy: whether it
     reads what entropies need of the sweep (`Sweep.states`). token_inputs: numbers that it reads of each token
     (`Group.inputs`). metrics: values logged beside the loss; maxima: those that are largest values and no sums.
     learning_rate: the peak by default, of a model of WIDTH.
@@ -237,6 +238,7 @@ class Objective:
     trains_prompt: ClassVar[bool] = False
     has_labels: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
+    samples: ClassVar[bool] = False
     needs_entropy: ClassVar[bool] = False
     token_inputs: ClassVar[int] = 0
     metrics: ClassVar[tuple[str, ...]] = ()

@@ -10,6 +10,7 @@ import numpy as np
 
 from wgpu_lora.names.spelling import setting
 from wgpu_lora.train.objectives.grpo import GRPO, TINY, UNCLIPPED, nan_mean, nan_std, reward_metrics
+from wgpu_lora.train.objectives.objective import Group
 from wgpu_lora.train.option_types import own_option
 
 
@@ -37,6 +38,9 @@ class RLOO(GRPO):
         unused = ("loss_type", "delta", "importance_sampling_level", "scale_rewards", "multi_objective_aggregation",
                   "top_entropy_quantile")  # fmt: skip
         return super().idle() | dict.fromkeys(unused, f"{setting('objective', 'rloo')} does not use it")
+
+    def has_reference(self, group: Group) -> bool:
+        return True  # rewards have the KL term, and not the loss
 
     def kept(self, entropies: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [np.ones(len(each)) for each in entropies]

@@ -1,0 +1,141 @@
+"""GRPO and RLOO from prompts to adapters: sampling, phases, resuming amid a phase, logs, and wrong options."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.shared_runs import assert_resumes_exactly, result
+from support.sources import written
+from support.training import golden_arguments
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.run.training_log import COMPLETIONS, LOG, read_log
+from wgpu_lora.train.session.rollout_stream import RolloutStream
+
+REWARDS = """
+def small(completion_ids, **columns):
+    return [sum(token < 150 for token in ids) / len(ids) for ids in completion_ids]
+def none(completions, wanted, **columns):
+    return [None if one is None else 0.5 for one in wanted]
+def equal(completions, **columns):
+    return [1.0] * len(completions)
+"""
+
+
+def prompts(path: Path, count: int = 6, seed: int = 0) -> Path:
+    rng = np.random.default_rng(seed)
+    rows = [{"prompt_ids": rng.integers(0, 301, 3 + i % 4).tolist(), "wanted": i % 2 or None} for i in range(count)]
+    return written(path, rows)
+
+
+def job(directory: Path, **changes: Any) -> Job[Any]:
+    directory.mkdir(exist_ok=True)
+    (directory / "rewards.py").write_text(REWARDS)
+    options = {
+        "objective": "grpo",
+        "data": str(prompts(directory / "prompts.jsonl")),
+        "reward_funcs": f"{directory / 'rewards.py'}:small",
+        "base_dtype": "f32",
+        "max_steps": 4,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "shuffle": True,
+    }
+    return prepare_job(golden_arguments(directory, "qwen2", **{**options, **changes}))
+
+
+def test_steps_learn_from_what_they_sampled(device: Device, tmp_path: Path) -> None:
+    """Tokens are sampled with the log-probabilities that are trained; the reward rises, and the log has TRL's names."""
+    made = job(tmp_path / "a", max_steps=12, learning_rate=3e-2, lr_scheduler_type="constant", warmup_ratio=0.0)
+    stream = made.run.stream
+    assert isinstance(stream, RolloutStream)
+    assert (stream.prompts, stream.parts, stream.phase_steps) == (2, 1, 1)
+    made.train()
+    lines = read_log(tmp_path / "a" / "run" / LOG)
+    names = ["reward", "reward_std", "frac_reward_zero_std", "rewards/small/mean", "completions/mean_length", "entropy"]
+    names += ["completions/clipped_ratio", "clip_ratio/region_mean", "sampling/sampling_logp_difference/mean"]
+    assert set(names) <= set(lines[0])
+    gaps = [line["sampling/sampling_logp_difference/max"] for line in lines]
+    assert 0 < max(gaps) < 1e-4
+    assert all(line["completions/mean_length"] == 6 and line["clip_ratio/region_mean"] == 0 for line in lines)
+    first, last = (np.mean([line["reward"] for line in some]) for some in (lines[:3], lines[-3:]))
+    assert last > first + 0.15
+    shown = [json.loads(line) for line in (tmp_path / "a" / "run" / COMPLETIONS).read_text().splitlines()]
+    assert [one["step"] for one in shown] == [step for step in range(1, 13) for _ in range(4)]
+    for group in range(0, len(shown), 4):
+        some = shown[group : group + 4]
+        assert sum(one["advantage"] for one in some) == pytest.approx(0, abs=1e-5)
+        assert all(len(one["completion"].split()) == 6 and 0 <= one["rewards"]["small"] <= 1 for one in some)
+
+
+PHASES: list[dict[str, Any]] = [
+    {},
+    {"steps_per_generation": 4, "num_iterations": 2, "gradient_accumulation_steps": 1, "loss_type": "bnpo"},
+    {"num_iterations": 2, "beta": 0.1, "lora_dropout": 0.1, "mask_truncated_completions": False, "temperature": 0.8},
+    {"objective": "rloo", "num_iterations": 4, "top_k": 20, "top_p": 0.9, "use_dora": True, "init_adapter": None},
+]
+
+
+@pytest.mark.parametrize("options", PHASES, ids=["steps", "parts", "iterations", "rloo"])
+def test_resuming_gives_the_same_bytes(device: Device, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Amid a phase, too, of which an earlier adapter sampled the completions; with held-out prompts."""
+    heldout = str(prompts(tmp_path / "heldout.jsonl", 3, seed=1))
+    assert_resumes_exactly(job, tmp_path, eval_data=heldout, **options)
+    lines = read_log(tmp_path / "a" / "run" / LOG)
+    assert {"eval_loss", "eval_reward", "eval_rewards/small/mean"} <= set(lines[0])
+    assert lines[0]["eval_loss"] == -lines[0]["eval_reward"]
+
+
+def test_batches_change_rounding_only(device: Device, tmp_path: Path) -> None:
+    """The same completions in batches of two and of eight."""
+    losses = []
+    for number, (rows, batches) in enumerate([(2, 4), (8, 1)]):
+        sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": batches}
+        job(tmp_path / str(number), max_steps=2, **sizes).train()
+        losses.append([line["loss"] for line in read_log(tmp_path / str(number) / "run" / LOG)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4, abs=1e-6)
+
+
+def test_memory_is_that_of_the_larger_phase(tmp_path: Path) -> None:
+    """Sampling adds its cache and inputs, but no activations where those of a step are larger."""
+    session = job(tmp_path / "a").session
+    assert session.engine is not None
+    both, plan = session.memory().groups, session.engine.all_programs()
+    alone = [program.plan().sizes for program in plan]
+    step = [program.plan().sizes for program in session.programs()]
+    assert both["activations"] == sum(np.max([s for s in [*alone, *step] if len(s) == 1], axis=0))
+    assert both["cache"] > 0
+
+
+def test_rewards_that_teach_nothing_are_said(device: Device, tmp_path: Path) -> None:
+    functions = ",".join(f"{tmp_path / 'a' / 'rewards.py'}:{name}" for name in ("equal", "none"))
+    with pytest.warns(UserWarning, match=r"equal rewards for 20 steps"):
+        job(tmp_path / "a", max_steps=20, reward_funcs=functions, reward_weights="1,0", save_steps=0).train()
+    lines = read_log(tmp_path / "a" / "run" / LOG)
+    assert all(line["frac_reward_zero_std"] == 1 and line["loss"] == 0 for line in lines)
+    assert result(tmp_path / "a" / "run")
+
+
+def test_wrong_options_are_refused(tmp_path: Path) -> None:
+    for changes, text in [
+        ({"reward_funcs": None}, r"reward_funcs.* is missing"),
+        ({"num_generations": 3}, r"8 completions .* must be a multiple of .*num_generations.*3"),
+        ({"steps_per_generation": 3}, r"steps_per_generation.* must be a multiple of .*gradient_accumulation_steps"),
+        ({"gradient_accumulation_steps": 8}, r"8 prompts are sampled together, but the data have 6"),
+        ({"max_completion_length": 4000}, r"The longest prompt has 6 tokens, which leaves no room for completions of"),
+        ({"train": "quant-scales", "base_dtype": "lut2-row", "init_adapter": None}, r"samples with an adapter"),
+        ({"objective": "dpo", "beta": 0}, r"beta.* must be at least 1e-09"),
+    ]:
+        with pytest.raises(UserError, match=text):
+            job(tmp_path / "a", **changes)
+    (tmp_path / "a" / "bad.jsonl").write_text('{"text": "no prompt"}\n')
+    with pytest.raises(UserError, match=r"the formats need"):
+        job(tmp_path / "a", data=str(tmp_path / "a" / "bad.jsonl"))

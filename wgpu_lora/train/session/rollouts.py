@@ -1,0 +1,228 @@
+"""Sampling of completions for a run's prompts, with the adapter as it is, and their rewards and advantages."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.data import Tokenizer
+from wgpu_lora.errors import UserError
+from wgpu_lora.infer.request import Request
+from wgpu_lora.infer.sampling import Sampler
+from wgpu_lora.names.spelling import flag
+from wgpu_lora.rewards.reward_functions import RewardFunctions, Rewards
+from wgpu_lora.train.objectives.grpo import nan_mean, nan_std
+from wgpu_lora.train.session.data_stream import Step
+from wgpu_lora.train.session.rollout_stream import Completion, Phase, RolloutStream
+from wgpu_lora.train.session.session import Session
+
+STEPS = 20  # after which rewards that never differed, or completions that never ended, are said
+
+
+class RolloutWarning(UserWarning):
+    """Rewards or completions that a run cannot learn from."""
+
+
+@dataclass
+class Rollouts:
+    """Samples the completions of one slot's stream.
+
+    shown: called with what is shown of each completion of a phase's first prompt.
+    """
+
+    stream: RolloutStream
+    rewards: RewardFunctions
+    tokenizer: Tokenizer | None
+    shown: Callable[[dict[str, Any]], None] = lambda sample: None
+    _useless: dict[str, int] = field(default_factory=dict)  # steps so far of which all were so, by what they were
+    _said: set[str] = field(default_factory=set)
+
+    def prepare(self, session: Session, step: Step, slot: int) -> None:
+        """Sample the completions of the step's phase, unless they have been.
+
+        Raises:
+            UserError: the adapter's weights are damaged.
+        """
+        stream = self.stream
+        if stream.has_phase(step):
+            return
+        policy, prompts = stream.policy, step.micro_batches[0]
+        samples = [sample for sample in prompts for _ in range(policy.num_generations)]
+        numbers = [number for _ in prompts for number in range(policy.num_generations)]
+        seeds = [self._seed(step.epoch, *pair) for pair in zip(samples, numbers, strict=True)]
+        completions = self._sample(session, slot, stream, samples, seeds)
+        rewards = self._score(stream, completions)
+        penalties, of_reference = self._penalties(session, slot, completions)
+        shape = len(prompts), policy.num_generations
+        values = rewards.values.reshape(*shape, -1)
+        grouped = penalties.reshape(shape) if penalties is not None else None
+        advantages, metrics = policy.advantages(values, self.rewards.weights, grouped)
+        metrics |= of_reference | self._metrics(completions, rewards)
+        metrics = {name: value for name, value in metrics.items() if np.isfinite(value)}
+        made = [
+            replace(one, advantage=float(a))
+            for one, a in zip(completions, advantages.reshape(-1).tolist(), strict=True)
+        ]
+        stream.phase = Phase(step.epoch, stream.start_of(step), made, metrics)
+        self._show(made[: policy.num_generations], rewards)
+        self._complain(metrics, rewards)
+
+    def heldout(
+        self, session: Session, stream: RolloutStream, slot: int, watch: Callable[[int], None]
+    ) -> dict[str, float]:
+        """The rewards of one completion of each held-out prompt; the loss is the negative of the mean reward.
+
+        watch: called with the number of finished prompts.
+        """
+        samples = list(range(len(stream.prepared.samples)))
+        watch(0)
+        seeds = [self._seed(-1, sample, 0) for sample in samples]
+        completions = self._sample(session, slot, stream, samples, seeds)
+        rewards = self._score(stream, completions)
+        watch(len(samples))
+        scored = ~np.isnan(rewards.values).all(1)
+        total = np.where(scored, np.nansum(rewards.values * self.rewards.weights, 1), np.nan)
+        if not scored.any():
+            return {"loss": float("nan")}
+        metrics = {"reward": float(nan_mean(total).item()), **self._metrics(completions, rewards)}
+        return {"loss": -metrics["reward"], **{n: v for n, v in metrics.items() if np.isfinite(v)}}
+
+    def _seed(self, epoch: int, sample: int, number: int) -> int:
+        """The seed of a completion's draws: of nothing but the run's seed, the epoch, the prompt and the number."""
+        text = f"{self.stream.args.seed}/{epoch}/{sample}/{number}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+    def _sample(
+        self, session: Session, slot: int, stream: RolloutStream, samples: Sequence[int], seeds: Sequence[int]
+    ) -> list[Completion]:
+        engine, policy = session.engine, stream.policy
+        assert engine is not None, "the session has no engine"
+        session.begin()
+        engine.forget()
+        stop_ids = self.tokenizer.stop_ids if self.tokenizer else set()
+        result = [Completion(sample, [], [], [], False) for sample in samples]
+        requests: dict[Request, int] = {}
+        for number, (sample, seed) in enumerate(zip(samples, seeds, strict=True)):
+            sampler = Sampler(
+                policy.temperature, policy.top_k, policy.top_p, seed, policy.min_p, policy.repetition_penalty
+            )
+            prompt = stream.prepared.samples[sample][0].input_ids.tolist()
+            request = Request(prompt, str(slot), sampler, policy.max_completion_length, stop_ids, logprobs=0)
+            requests[request] = number
+            engine.add(request)
+        while engine.busy:
+            for output in engine.step():
+                number, of_token = requests[output.request], output.logprobs
+                if output.request.error:
+                    for request in requests:
+                        engine.abort(request)
+                    raise UserError(output.request.error)
+                assert of_token is not None
+                one = result[number]
+                one.token_ids.append(of_token.token)
+                one.logprobs.append(float(np.float32(of_token.logprob)))
+                one.entropies.append(float(np.float32(of_token.entropy)))
+                if output.request.finish_reason == "stop":
+                    result[number] = replace(one, stopped=True)
+        return result
+
+    # -- rewards ---------------------------------------------------------------------------------------------------
+
+    def _texts(self, stream: RolloutStream, completions: Sequence[Completion]) -> tuple[list[Any], list[Any]]:
+        """Prompts and completions as reward functions get them: both texts, or both lists of messages."""
+        prompts, texts = list[Any](), list[Any]()
+        for one in completions:
+            row = stream.prepared.columns[one.sample]
+            prompt = row.get("prompt", row.get("messages"))
+            ids = one.token_ids[:-1] if one.stopped else one.token_ids
+            text = self.tokenizer.decode(ids) if self.tokenizer else " ".join(map(str, ids))
+            if isinstance(prompt, list):
+                end = len(prompt)
+                while end and prompt[end - 1]["role"] == "assistant":
+                    end -= 1
+                prompts.append(prompt[:end])
+                texts.append([{"role": "assistant", "content": text}])
+            else:
+                prompts.append(row["prompt_ids"] if prompt is None else prompt)
+                texts.append(text)
+        return prompts, texts
+
+    def _score(self, stream: RolloutStream, completions: Sequence[Completion]) -> Rewards:
+        columns = [stream.prepared.columns[one.sample] for one in completions]
+        return self.rewards.score(*self._texts(stream, completions), [one.token_ids for one in completions], columns)
+
+    def _penalties(
+        self, session: Session, slot: int, completions: Sequence[Completion]
+    ) -> tuple[np.ndarray | None, dict[str, float]]:
+        """What an objective that has the KL term in its rewards subtracts from them, and its metrics."""
+        policy = self.stream.policy
+        if not (policy.summed and policy.reference):
+            return None, {}
+        found = session.reference_logprobs(self.stream.segments(completions, slot))
+        gaps = [
+            float((np.array(one.logprobs) - logprobs).sum()) for one, logprobs in zip(completions, found, strict=True)
+        ]
+        tokens = sum(len(one.token_ids) for one in completions)
+        return policy.beta * np.array(gaps), {"kl": sum(gaps) / max(1, tokens)}
+
+    def _metrics(self, completions: Sequence[Completion], rewards: Rewards) -> dict[str, float]:
+        lengths = np.array([len(one.token_ids) for one in completions])
+        ended = np.array([len(one.token_ids) for one in completions if one.stopped])
+        result = {"completions/clipped_ratio": 1 - len(ended) / len(lengths)}
+        for name, some in (("length", lengths), ("terminated_length", ended)):
+            if len(some):
+                values = {"mean": some.mean(), "min": some.min(), "max": some.max()}
+                result |= {f"completions/{kind}_{name}": float(value) for kind, value in values.items()}
+        for name, values_of in zip(self.rewards.names, rewards.values.T, strict=True):
+            result[f"rewards/{name}/mean"] = float(nan_mean(values_of).item())
+            result[f"rewards/{name}/std"] = float(nan_std(values_of).item())
+            if name in rewards.failed:
+                result[f"rewards/{name}/failed"] = float(rewards.failed[name])
+        return result
+
+    def _show(self, completions: Sequence[Completion], rewards: Rewards) -> None:
+        prompts, texts = self._texts(self.stream, completions)
+        for number, one in enumerate(completions):
+            given = {
+                name: None if np.isnan(value) else float(value)
+                for name, value in zip(self.rewards.names, rewards.values[number], strict=True)
+            }
+            text = texts[number] if isinstance(texts[number], str) else texts[number][0]["content"]
+            self.shown({"prompt": prompts[number], "completion": text, "rewards": given, "advantage": one.advantage})
+
+    def _complain(self, metrics: dict[str, float], rewards: Rewards) -> None:
+        """Say what a run cannot learn from, once: functions that fail, rewards that never differ, answers that never
+        end."""
+        for name, reason in rewards.reasons.items():
+            count = f"{rewards.failed[name]:,} of {len(rewards.values):,} completions"
+            self._say(
+                f"function {name}", f"The reward function {name} failed on {count}, which it gives none: {reason}."
+            )
+        facts = {
+            "equal": metrics.get("frac_reward_zero_std") == 1 or "reward" not in metrics,
+            "truncated": metrics["completions/clipped_ratio"] == 1,
+        }
+        for name, holds in facts.items():
+            self._useless[name] = self._useless.get(name, 0) + self.stream.phase_steps if holds else 0
+        if self._useless["equal"] >= STEPS:
+            self._say(
+                "equal",
+                f"The completions of each prompt have had equal rewards for {STEPS} steps, so that there is nothing to "
+                f"learn: check {flag('reward_funcs')}, or start from an adapter that sometimes succeeds.",
+            )
+        if self._useless["truncated"] >= STEPS:
+            self._say(
+                "truncated",
+                f"No completion has ended by itself for {STEPS} steps: raise {flag('max_completion_length')}, or "
+                "reward short ones.",
+            )
+
+    def _say(self, what: str, text: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(text, RolloutWarning, stacklevel=2)
