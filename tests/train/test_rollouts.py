@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,14 @@ from support.shared_runs import assert_resumes_exactly, result
 from support.sources import written
 from support.training import golden_arguments
 
+from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import Events, StepResult
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.report.finished_runs import read_runs
+from wgpu_lora.report.page import render_report
 from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.run.run_checkpoint import PHASE, write_manifest
 from wgpu_lora.train.run.training_log import COMPLETIONS, LOG, read_log
 from wgpu_lora.train.session.rollout_stream import RolloutStream
 
@@ -92,6 +99,73 @@ def test_resuming_gives_the_same_bytes(device: Device, tmp_path: Path, options: 
     lines = read_log(tmp_path / "a" / "run" / LOG)
     assert {"eval_loss", "eval_reward", "eval_rewards/small/mean"} <= set(lines[0])
     assert lines[0]["eval_loss"] == -lines[0]["eval_reward"]
+
+
+@pytest.mark.parametrize("at", [(2, 3), (2, 0), (0, 2)], ids=["sampling", "training", "held out"])
+def test_an_interrupt_in_any_phase_loses_nothing(device: Device, tmp_path: Path, at: tuple[int, int]) -> None:
+    """Amid sampling, it ends at once and before the step; the resumed run has the bytes of one that went on."""
+    options = {"eval_data": str(prompts(tmp_path / "heldout.jsonl", 3, seed=1)), "num_iterations": 2, "max_steps": 6}
+    job(tmp_path / "whole", **options).train()
+
+    class Interrupt(Events):
+        """Interrupts after so many steps and, within the sampling behind them, so many calls of the engine."""
+
+        def __init__(self) -> None:
+            self.steps = self.calls = 0
+
+        def step(self, result: StepResult) -> None:
+            self.steps, self.calls = result.step, 0
+            if at == (self.steps, 0):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        def answering(self, done: int, total: int, tokens: int) -> None:
+            self.calls += 1
+            if at == (self.steps, self.calls):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    record = job(tmp_path / "parts", **options).train(Interrupt())
+    assert (record.stop_reason, record.state.step) == ("interrupt", at[0])
+    job(tmp_path / "parts", **options, resume=True).train()
+    whole, parts = (tmp_path / name / "run" for name in ("whole", "parts"))
+    assert result(parts)[0] == result(whole)[0]
+    assert (parts / COMPLETIONS).read_bytes() == (whole / COMPLETIONS).read_bytes()
+
+
+def test_completions_of_another_run_are_refused(device: Device, tmp_path: Path) -> None:
+    options = {"num_iterations": 4, "max_steps": 2}
+    job(tmp_path / "a", **options).train()
+    [place] = (tmp_path / "a" / "run" / "checkpoints").iterdir()
+    facts = json.loads((place / PHASE).read_text())
+    assert len(facts["completions"]) == 8
+    facts["completions"][0]["logprobs"].pop()
+    (place / PHASE).write_text(json.dumps(facts))
+    (place / "manifest.json").unlink()
+    write_manifest(place)
+    with pytest.raises(UserError, match=r"completions.json does not match this run: .* lists of other lengths"):
+        job(tmp_path / "a", **options | {"max_steps": 4}, resume=True).train()
+
+
+def test_several_adapters_sample_and_train_together(device: Device, tmp_path: Path) -> None:
+    """One by rewards, one by answers, in shared batches; the report shows the completions."""
+    made = job(tmp_path / "a")
+    args = made.run.args
+    rows = written(tmp_path / "rows.jsonl", [{"input_ids": [1, 2, 3, 4, 5 + i]} for i in range(4)])
+    tasks = [
+        {"data": args.data, "checkpoint": str(tmp_path / "grpo"), "objective": "grpo",
+         "reward_funcs": args.reward_funcs, "num_generations": 4, "max_completion_length": 6, "learning_rate": 0.03},
+        {"data": str(rows), "checkpoint": str(tmp_path / "sft"), "objective": "sft"},
+    ]  # fmt: skip
+    pipeline = MultiAdapterPipeline(
+        tasks, args.model, output=str(tmp_path / "pipeline"), schedule="synchronized", base_dtype="f32", max_steps=3,
+        max_length=16, logging_steps=1,
+    )  # fmt: skip
+    pipeline.train()
+    assert [line["step"] for line in read_log(tmp_path / "grpo" / LOG)] == [1, 2, 3]
+    assert "reward" in read_log(tmp_path / "grpo" / LOG)[0]
+    assert "reward" not in read_log(tmp_path / "sft" / LOG)[0]
+    page = render_report(read_runs([tmp_path / "grpo"]))
+    assert "<h2>Completions</h2>" in page
+    assert "Entropy" in page
 
 
 def test_batches_change_rounding_only(device: Device, tmp_path: Path) -> None:

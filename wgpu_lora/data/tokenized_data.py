@@ -108,6 +108,8 @@ class TokenizedData:
         """One line with counts of rows and tokens."""
         noun = "row" if self.parts == 1 else "pair"
         result = self.account.summary(count_noun(len(self.samples), noun), self.max_length)
+        if self.columns:
+            return f"{result}; {self.total_tokens:,} tokens of prompts"
         return f"{result}; {self.trained_tokens:,} of {self.total_tokens:,} tokens are trained on"
 
 

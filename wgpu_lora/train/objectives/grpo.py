@@ -110,6 +110,7 @@ class GRPO(Objective):
     token_inputs: ClassVar[int] = 3
     metrics: ClassVar[tuple[str, ...]] = METRICS
     maxima: ClassVar[tuple[str, ...]] = (METRICS[-1],)
+    shown: ClassVar[tuple[str, ...]] = ("reward", "reward_std", "completions/mean_length", "entropy", "kl")
     learning_rate: ClassVar[float] = 1e-5  # of adapters; docs/grpo.md has what was measured
     summed: ClassVar[bool] = False
 

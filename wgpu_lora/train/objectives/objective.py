@@ -227,7 +227,8 @@ class Objective:
     the value of each token's row (`Sample.value`). needs_teacher: whether it needs a teacher. samples: whether rows
     are prompts, whose completions it samples itself. needs_entropy: whether it
     reads what entropies need of the sweep (`Sweep.states`). token_inputs: numbers that it reads of each token
-    (`Group.inputs`). metrics: values logged beside the loss; maxima: those that are largest values and no sums.
+    (`Group.inputs`). metrics: values logged beside the loss; maxima: those that are largest values and no sums;
+    shown: those that are shown with each step, by default all.
     learning_rate: the peak by default, of a model of WIDTH.
     """
 
@@ -243,6 +244,7 @@ class Objective:
     token_inputs: ClassVar[int] = 0
     metrics: ClassVar[tuple[str, ...]] = ()
     maxima: ClassVar[tuple[str, ...]] = ()
+    shown: ClassVar[tuple[str, ...] | None] = None
     learning_rate: ClassVar[float] = 2e-4
 
     @classmethod

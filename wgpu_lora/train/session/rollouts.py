@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,8 @@ import numpy as np
 
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Events
+from wgpu_lora.infer.engine import Engine
 from wgpu_lora.infer.request import Request
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.names.spelling import flag
@@ -24,6 +26,10 @@ from wgpu_lora.train.session.session import Session
 STEPS = 20  # after which rewards that never differed, or completions that never ended, are said
 
 
+class SamplingStopped(Exception):
+    """Raised amid sampling when a run is to end."""
+
+
 class RolloutWarning(UserWarning):
     """Rewards or completions that a run cannot learn from."""
 
@@ -32,21 +38,22 @@ class RolloutWarning(UserWarning):
 class Rollouts:
     """Samples the completions of one slot's stream.
 
-    shown: called with what is shown of each completion of a phase's first prompt.
+    shown: called with what is shown of each completion of a phase's first prompt. stopped: whether the run is to end.
     """
 
     stream: RolloutStream
     rewards: RewardFunctions
     tokenizer: Tokenizer | None
     shown: Callable[[dict[str, Any]], None] = lambda sample: None
+    stopped: Callable[[], bool] = lambda: False
     _useless: dict[str, int] = field(default_factory=dict)  # steps so far of which all were so, by what they were
     _said: set[str] = field(default_factory=set)
 
-    def prepare(self, session: Session, step: Step, slot: int) -> None:
+    def prepare(self, session: Session, step: Step, slot: int, events: Events = SILENT) -> None:
         """Sample the completions of the step's phase, unless they have been.
 
         Raises:
-            UserError: the adapter's weights are damaged.
+            UserError: the adapter's weights are damaged. SamplingStopped: the run is to end.
         """
         stream = self.stream
         if stream.has_phase(step):
@@ -55,7 +62,7 @@ class Rollouts:
         samples = [sample for sample in prompts for _ in range(policy.num_generations)]
         numbers = [number for _ in prompts for number in range(policy.num_generations)]
         seeds = [self._seed(step.epoch, *pair) for pair in zip(samples, numbers, strict=True)]
-        completions = self._sample(session, slot, stream, samples, seeds)
+        completions = self._sample(session, slot, stream, samples, seeds, events)
         rewards = self._score(stream, completions)
         penalties, of_reference = self._penalties(session, slot, completions)
         shape = len(prompts), policy.num_generations
@@ -90,7 +97,7 @@ class Rollouts:
         if not scored.any():
             return {"loss": float("nan")}
         metrics = {"reward": float(nan_mean(total).item()), **self._metrics(completions, rewards)}
-        return {"loss": -metrics["reward"], **{n: v for n, v in metrics.items() if np.isfinite(v)}}
+        return {"loss": 0.0 - metrics["reward"], **{n: v for n, v in metrics.items() if np.isfinite(v)}}
 
     def _seed(self, epoch: int, sample: int, number: int) -> int:
         """The seed of a completion's draws: of nothing but the run's seed, the epoch, the prompt and the number."""
@@ -98,7 +105,13 @@ class Rollouts:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
     def _sample(
-        self, session: Session, slot: int, stream: RolloutStream, samples: Sequence[int], seeds: Sequence[int]
+        self,
+        session: Session,
+        slot: int,
+        stream: RolloutStream,
+        samples: Sequence[int],
+        seeds: Sequence[int],
+        events: Events = SILENT,
     ) -> list[Completion]:
         engine, policy = session.engine, stream.policy
         assert engine is not None, "the session has no engine"
@@ -115,13 +128,24 @@ class Rollouts:
             request = Request(prompt, str(slot), sampler, policy.max_completion_length, stop_ids, logprobs=0)
             requests[request] = number
             engine.add(request)
+        try:
+            self._run(engine, requests, result, events)
+        finally:
+            for request in requests:
+                engine.abort(request)
+        return result
+
+    def _run(self, engine: Engine, requests: Mapping[Request, int], result: list[Completion], events: Events) -> None:
+        done = tokens = 0
         while engine.busy:
+            if self.stopped():
+                raise SamplingStopped
             for output in engine.step():
                 number, of_token = requests[output.request], output.logprobs
                 if output.request.error:
-                    for request in requests:
-                        engine.abort(request)
                     raise UserError(output.request.error)
+                tokens += 1
+                done += output.request.finish_reason is not None
                 assert of_token is not None
                 one = result[number]
                 one.token_ids.append(of_token.token)
@@ -129,7 +153,7 @@ class Rollouts:
                 one.entropies.append(float(np.float32(of_token.entropy)))
                 if output.request.finish_reason == "stop":
                     result[number] = replace(one, stopped=True)
-        return result
+            events.answering(done, len(requests), tokens)
 
     # -- rewards ---------------------------------------------------------------------------------------------------
 
