@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from wgpu_lora.errors import UserError
 
 Rewards = Sequence[float | None]
 RewardFunction = Callable[..., Any]
-CHECK_SECONDS = 5.0  # of a completion's code
+CHECK_SECONDS = 2.0  # of a completion's code
 THINKING = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL)
 _FENCE = re.compile(r"\A\s*```[^\n`]*\n(.*?)\n\s*```\s*\Z", re.DOTALL)
 _FINAL = re.compile(r"####\s*(.+)\s*\Z")
@@ -75,20 +77,17 @@ def _same(text: str, answer: str) -> bool:
 def check(argument: str | None) -> RewardFunction:
     """1 if the code of the completion passes the asserts in the column `check`, in the sandbox of pass@k."""
 
-    def passes(completion: Any, asserts: str) -> float:
-        code = code_of(text_of(completion), {name for one in parse_check(asserts) for name, _, _ in one.calls})
+    def passes(text: str, asserts: str | None) -> float:
+        assert asserts is not None
+        code = code_of(text, {name for one in parse_check(asserts) for name, _, _ in one.calls})
         return float(run_check(code, asserts, CHECK_SECONDS).passed)
 
     def reward(completions: Sequence[Any], check: Sequence[str | None] = (), **_: Any) -> Rewards:
         given = check or [None] * len(completions)
-        seen: dict[tuple[str, str], float] = {}  # completions of a group are often equal
-        result: list[float | None] = []
-        for completion, asserts in zip(completions, given, strict=True):
-            key = text_of(completion), asserts or ""
-            if asserts is not None and key not in seen:
-                seen[key] = passes(completion, asserts)
-            result.append(None if asserts is None else seen[key])
-        return result
+        keys = [(text_of(one), asserts) for one, asserts in zip(completions, given, strict=True)]
+        with ThreadPoolExecutor(os.cpu_count() or 1) as checkers:  # completions of a group are often equal
+            seen = {key: checkers.submit(passes, *key) for key in dict.fromkeys(keys) if key[1] is not None}
+        return [seen[key].result() if key in seen else None for key in keys]
 
     return reward
 

@@ -64,6 +64,7 @@ class RewardFunctions:
                 raise UserError(f"{flag('reward_funcs')} has two functions named {name!r:.80}: rename one of them.")
         self.weights = _weights(weights, len(self.names))
         self._child: ChildProcess | None = None
+        self._loaded: set[str] = set()  # functions that the child has
 
     def load(self) -> None:
         """Load all functions. Raises UserError if one cannot be."""
@@ -92,6 +93,9 @@ class RewardFunctions:
         arguments: dict[str, Any] = {name: [row.get(name) for row in columns] for name in sorted(names)}
         arguments |= {"prompts": list(prompts), "completions": list(completions)}
         arguments["completion_ids"] = [list(ids) for ids in completion_ids]
+        arguments = json.loads(
+            json.dumps(arguments, default=str)
+        )  # tables have values that JSON has not, such as dates
         values = np.full((len(completions), len(self.functions)), np.nan)
         failed, reasons = dict[str, int](), dict[str, str]()
         for number, (name, function) in enumerate(zip(self.names, self.functions, strict=True)):
@@ -104,9 +108,20 @@ class RewardFunctions:
         return Rewards(values, failed, reasons)
 
     def _ask(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """The child's answer; the start of the child and the import of the function have a time of their own."""
+        if self._child is None or not self._child.running:
+            self._child, self._loaded = None, set()
+        if message["function"] not in self._loaded:
+            reply = self._answer({"function": message["function"]}, START)
+            if "error" in reply:
+                return reply
+            self._loaded.add(message["function"])
+        return self._answer(message, seconds) if "arguments" in message else {}
+
+    def _answer(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         begin = time.monotonic()
         try:
-            if self._child is None or not self._child.running:
+            if self._child is None:
                 paths = json.dumps([*sys.path, str(ROOT)])
                 self._child = ChildProcess([sys.executable, "-c", _COMMAND, paths], stderr=2)
             with self._child.within(seconds / PATIENCE):

@@ -348,7 +348,7 @@ def prepare_run(
     else:
         args, note = default_batches(args, group_lengths(prepared), weight, objective.rows_per_sample)
     stream = stream_of(prepared, args)
-    rollouts = rollouts_of(stream, model, heldout)
+    rollouts = rollouts_of(stream, model, heldout, storage)
     chosen = {"length": length, "batches": note, "adapter": begins, "note": _reference_note(args, objective)}
     chosen["rounding"] = _rounding_note(args, model.device.capabilities)
     notes = [f"{label}: {text}" for label, text in chosen.items() if text] + _resume_notes(
@@ -366,7 +366,9 @@ def prepare_run(
     )  # fmt: skip
 
 
-def rollouts_of(stream: DataStream, model: LoadedModel, heldout: TokenizedData | None) -> Rollouts | None:
+def rollouts_of(
+    stream: DataStream, model: LoadedModel, heldout: TokenizedData | None, storage: CheckpointStore = PLAIN_FILES
+) -> Rollouts | None:
     """What samples completions, if the objective does. Raises UserError if options or prompts do not suit it."""
     if not isinstance(stream, RolloutStream):
         return None
@@ -375,6 +377,11 @@ def rollouts_of(stream: DataStream, model: LoadedModel, heldout: TokenizedData |
         raise UserError(
             f"{setting('objective', stream.args.objective)} samples with an adapter, and "
             f"{setting('train', stream.args.train)} trains none: train an adapter."
+        )
+    if storage is not PLAIN_FILES:
+        raise UserError(
+            f"{setting('objective', stream.args.objective)} gives rows to reward functions beside the run, which a "
+            "protected run may not: choose another objective."
         )
     stream.check(positions)
     if heldout:

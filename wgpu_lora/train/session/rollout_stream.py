@@ -79,7 +79,7 @@ class RolloutStream(DataStream):
     """A stream whose samples are prompts. A step's completions are those of `phase`, which whoever samples sets."""
 
     phase: Phase | None = None
-    _trained: list[Completion] = field(default_factory=list)  # of the groups that were made last
+    _trained: list[Completion] | None = None  # of the groups that were made last
 
     @property
     def policy(self) -> GRPO:
@@ -222,12 +222,12 @@ class RolloutStream(DataStream):
 
     def trained_tokens(self, samples: Iterable[int]) -> int:
         """Of the groups that were made last."""
-        return sum(len(one.token_ids) for one in self._trained)
+        return sum(len(one.token_ids) for one in self._trained or [])
 
     def processed_tokens(self, samples: Iterable[int]) -> int:
         """Of the groups that were made last; before the first, the most that a step may have."""
         prompts = self.prepared.samples
-        if not self._trained:
+        if self._trained is None:
             longest = sum(len(prompts[sample][0].input_ids) + self.policy.max_completion_length for sample in samples)
             return longest * self.policy.num_generations // self.parts
         return sum(len(prompts[one.sample][0].input_ids) + len(one.token_ids) for one in self._trained)
