@@ -75,6 +75,9 @@ def test_steps_learn_from_what_they_sampled(device: Device, tmp_path: Path) -> N
     assert all(line["completions/mean_length"] == 6 and line["clip_ratio/region_mean"] == 0 for line in lines)
     first, last = (np.mean([line["reward"] for line in some]) for some in (lines[:3], lines[-3:]))
     assert last > first + 0.15
+    assert stream.phase is not None
+    entropies = np.concatenate([one.entropies for one in stream.phase.completions])
+    assert entropies.mean() == pytest.approx(lines[-1]["entropy"], rel=1e-4)
     shown = [json.loads(line) for line in (tmp_path / "a" / "run" / COMPLETIONS).read_text().splitlines()]
     assert [one["step"] for one in shown] == [step for step in range(1, 13) for _ in range(4)]
     for group in range(0, len(shown), 4):
