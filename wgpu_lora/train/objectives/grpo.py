@@ -111,7 +111,7 @@ class GRPO(Objective):
     metrics: ClassVar[tuple[str, ...]] = METRICS
     maxima: ClassVar[tuple[str, ...]] = (METRICS[-1],)
     shown: ClassVar[tuple[str, ...]] = ("reward", "reward_std", "completions/mean_length", "entropy", "kl")
-    learning_rate: ClassVar[float] = 1e-5  # of adapters; docs/grpo.md has what was measured
+    learning_rate: ClassVar[float] = 1e-5  # as for preferences; TRL has 1e-6, for all weights
     summed: ClassVar[bool] = False
 
     reward_funcs: str | None = None

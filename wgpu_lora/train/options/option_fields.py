@@ -110,7 +110,7 @@ class GeneralOptions:
     learning_rate: float | None = option(
         None,
         OPTIMISATION,
-        "Peak learning rate. Default: 1e-5 for preferences; else 2e-4 at a hidden size of 4096, more for smaller "
+        "Peak learning rate. Default: 1e-5 for preferences and rewards; else 2e-4 at a hidden size of 4096, more for smaller "
         "models, up to 1e-3 (docs/defaults.md).",
         within=NOT_NEGATIVE,
     )
