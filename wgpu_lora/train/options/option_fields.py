@@ -110,8 +110,8 @@ class GeneralOptions:
     learning_rate: float | None = option(
         None,
         OPTIMISATION,
-        "Peak learning rate. Default: 1e-5 for preferences and rewards; else 2e-4 at a hidden size of 4096, more for smaller "
-        "models, up to 1e-3 (docs/defaults.md).",
+        "Peak learning rate. Default: 1e-5 for preferences and rewards; else 2e-4 at a hidden size of 4096, more for "
+        "smaller models, up to 1e-3 (docs/defaults.md).",
         within=NOT_NEGATIVE,
     )
     lr_scheduler_type: str = option("cosine", OPTIMISATION, "Learning-rate schedule.", choices=LR_SCHEDULES)
