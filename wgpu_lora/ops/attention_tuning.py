@@ -14,7 +14,7 @@ from wgpu_lora.gpu.reference_values import random_values
 from wgpu_lora.gpu.tiling import MATRIX, PLAIN, Arrays, Capabilities, Constants, Tiling
 
 CHECKED = 32  # queries and keys of the cut that is checked, approximately
-SPREAD = ((8, 2), (8, 1), (4, 2), (4, 1), (2, 2), (2, 1))  # (rows, stream rows per lane), the most sharing first
+SPREAD = ((8, 2), (4, 2), (8, 1), (4, 1), (2, 2), (2, 1))  # (rows, stream rows per lane), the best bounds first
 OFFERED = 3  # of these
 FEW_QUERIES = 8  # tokens
 OTHERS = 38  # registers for addresses, loaded vectors and loop counters, as GPU compilers allocate them
