@@ -1,0 +1,268 @@
+"""The application: routes, who may use them, their errors, and their description (OpenAPI)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import traceback
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.json_schema import models_json_schema
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from wgpu_lora.serve import schema
+from wgpu_lora.serve.completions import Service
+from wgpu_lora.serve.errors import RequestError, as_request_error
+from wgpu_lora.serve.prompts import conversation_ids, text_ids
+
+Handler = Callable[[Any, Any], Awaitable[Response]]  # (body, its JSON) -> response
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may use the server. hosts: names that a request may be for, so that no page of a browser reaches a server of
+    this machine under a name of its own; None for any. origins: of pages that may use it (CORS)."""
+
+    api_key: str | None = None
+    hosts: Collection[str] | None = None
+    origins: Collection[str] = ()
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    path: str
+    summary: str
+    handler: Handler
+    body: type[BaseModel] | None = None
+    answer: Any = None  # the type of a JSON answer
+    open: bool = False  # also without a key
+
+
+def make_app(service: Service, access: Access = Access(), allow_runtime_lora: bool = False) -> Starlette:
+    """The application of a service."""
+    endpoints = [
+        Endpoint("/v1/chat/completions", "Answer a conversation", service.chat, schema.ChatRequest,
+                 schema.ChatCompletion),
+        Endpoint("/v1/completions", "Continue a text", service.complete, schema.CompletionRequest, schema.Completion),
+        Endpoint("/tokenize", "Tokens of a text or a conversation", tokenize(service), schema.TokenizeRequest,
+                 schema.Tokens),
+        Endpoint("/detokenize", "Text of tokens", detokenize(service), schema.DetokenizeRequest, schema.Text),
+        Endpoint("/v1/models", "The base and its adapters", models(service), None, schema.ModelList),
+        Endpoint("/health", "Whether the engine runs", health(service), open=True),
+        Endpoint("/metrics", "Figures for Prometheus", metrics(service)),
+    ]  # fmt: skip
+    if allow_runtime_lora:
+        endpoints += [
+            Endpoint("/v1/load_lora_adapter", "Load an adapter", without_json(service.load_adapter),
+                     schema.LoadAdapter),
+            Endpoint("/v1/unload_lora_adapter", "Unload an adapter", without_json(service.unload_adapter),
+                     schema.UnloadAdapter),
+        ]  # fmt: skip
+    description = openapi(endpoints)
+    endpoints.append(Endpoint("/openapi.json", "This description", constant(description)))
+    cors = Middleware(CORSMiddleware, allow_origins=list(access.origins), allow_methods=["*"], allow_headers=["*"])
+    return Starlette(
+        routes=[route(endpoint, service, access) for endpoint in endpoints],
+        middleware=[cors] if access.origins else [],
+        exception_handlers={HTTPException: no_route, Exception: no_route},
+    )
+
+
+def route(endpoint: Endpoint, service: Service, access: Access) -> Route:
+    async def respond(request: Request) -> Response:
+        try:
+            check_access(request, access, endpoint.open)
+            body = raw = None
+            if endpoint.body:
+                text = await read_body(request, service.limits.body, service.limits.seconds)
+                body, raw = endpoint.body.model_validate_json(text), json.loads(text)
+            return await while_connected(request, endpoint.handler(body, raw))
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        except ValidationError as error:
+            return error_response(wrong_body(error))
+        except Exception as error:
+            return error_response(error)
+
+    return Route(endpoint.path, respond, methods=["POST" if endpoint.body else "GET"])
+
+
+def check_access(request: Request, access: Access, is_open: bool) -> None:
+    host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
+    if access.hosts is not None and host.strip("[]") not in access.hosts:
+        raise RequestError("This server answers requests for its own address only.", 403)
+    given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+    if access.api_key and not is_open and not secrets.compare_digest(given, access.api_key.encode()):
+        raise RequestError("The API key is missing or wrong: send 'Authorization: Bearer KEY'.", 401,
+                           code="invalid_api_key")  # fmt: skip
+
+
+async def while_connected(request: Request, work: Awaitable[Response]) -> Response:
+    """The result of a coroutine, which ends when the client does. Raises ClientDisconnect."""
+    task = asyncio.ensure_future(work)
+
+    async def disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    gone = asyncio.ensure_future(disconnect())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+
+
+async def read_body(request: Request, limit: int, seconds: float) -> bytes:
+    """A request's body. Raises RequestError: it is no JSON by its headers, too long, or too slow."""
+    if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+        raise RequestError("The body must have the content type application/json: set it.", 415)
+    result = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                result += part
+                if len(result) > limit:
+                    raise RequestError(f"The body is longer than {limit:,} bytes: shorten it.", 413)
+    except TimeoutError:
+        raise RequestError(f"The body took longer than {seconds:g} s: send it faster.", 408) from None
+    return bytes(result)
+
+
+def wrong_body(error: ValidationError) -> RequestError:
+    """The first of a body's problems as a sentence."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place, text = ".".join(str(part) for part in first["loc"])[:100], first["msg"].removeprefix("Value error, ")
+    return RequestError(f"{place}: {text}." if place else f"{text}.", param=place or None)
+
+
+def error_response(error: Exception) -> Response:
+    result = as_request_error(error)
+    if result.status == 500:
+        traceback.print_exception(error)
+    return JSONResponse(result.body(), result.status, result.headers)
+
+
+async def no_route(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        return error_response(error)
+    sentence = f"There is no {request.method} {request.url.path:.100}: /openapi.json lists what there is."
+    return error_response(RequestError(sentence, error.status_code, code="not_found"))
+
+
+# -- the smaller endpoints ---------------------------------------------------------------------------------------------
+
+
+def without_json(handler: Callable[[Any], Awaitable[Response]]) -> Handler:
+    async def answer(body: Any, _: Any) -> Response:
+        return await handler(body)
+
+    return answer
+
+
+def constant(value: Any) -> Handler:
+    async def answer(_: Any, __: Any) -> Response:
+        return JSONResponse(value)
+
+    return answer
+
+
+def tokenize(service: Service) -> Handler:
+    async def answer(body: schema.TokenizeRequest, raw: Any) -> Response:
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("Give 'prompt' or 'messages', one of the two.")
+        if body.messages is not None:
+            ids = await service.prepare(conversation_ids, service.tokenizer, body, raw)
+        else:
+            ids = await service.prepare(text_ids, service.tokenizer, body.prompt or "", body.add_special_tokens)
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": service.max_model_len})
+
+    return answer
+
+
+def detokenize(service: Service) -> Handler:
+    async def answer(body: schema.DetokenizeRequest, _: Any) -> Response:
+        if max(body.tokens, default=0) >= service.vocab_size:
+            raise RequestError(f"Token {max(body.tokens)} is not one of the model's {service.vocab_size:,}.")
+        return JSONResponse({"prompt": await service.prepare(service.tokenizer.decode, body.tokens, False)})
+
+    return answer
+
+
+def models(service: Service) -> Handler:
+    async def answer(_: Any, __: Any) -> Response:
+        base = service.name
+        listed = [(base, base, None), *((name, str(path), base) for name, path in service.engine.adapters.items())]
+        data: list[schema.Model] = [
+            {
+                "id": name,
+                "object": "model",
+                "created": service.began,
+                "owned_by": "wgpu-lora",
+                "root": root,
+                "parent": parent,
+                "max_model_len": service.max_model_len,
+            }
+            for name, root, parent in listed
+        ]
+        return JSONResponse({"object": "list", "data": data})
+
+    return answer
+
+
+def health(service: Service) -> Handler:
+    async def answer(_: Any, __: Any) -> Response:
+        if service.engine.failure:
+            raise RequestError("The engine has ended.", 503)
+        return Response()
+
+    return answer
+
+
+def metrics(service: Service) -> Handler:
+    async def answer(_: Any, __: Any) -> Response:
+        return Response(generate_latest(service.engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return answer
+
+
+def openapi(endpoints: Collection[Endpoint]) -> dict[str, Any]:
+    """The description of endpoints."""
+    template = "#/components/schemas/{model}"
+    bodies, definitions = models_json_schema(
+        [(one.body, "validation") for one in endpoints if one.body], ref_template=template
+    )
+    answers, more = TypeAdapter.json_schemas(
+        [(one.path, "serialization", TypeAdapter(one.answer or schema.Error)) for one in endpoints],
+        ref_template=template,
+    )
+    error = {
+        "description": "error",
+        "content": {"application/json": {"schema": {"$ref": template.format(model="Error")}}},
+    }
+    paths: dict[str, Any] = {}
+    for one in endpoints:
+        content = {"application/json": {"schema": answers[one.path, "serialization"]}} if one.answer else {}
+        call: dict[str, Any] = {"summary": one.summary, "operationId": one.path.strip("/").replace("/", "_")}
+        call["responses"] = {"200": {"description": "answer", "content": content}, "default": error}
+        if one.body:
+            body = bodies[one.body, "validation"]
+            call["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+        paths[one.path] = {"post" if one.body else "get": call}
+    components = {**definitions.get("$defs", {}), **more.get("$defs", {})}
+    info = {"title": "wgpu-lora", "version": "1"}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}

@@ -1,0 +1,284 @@
+"""The bodies of requests and answers. Fields are OpenAI's and vLLM's, and `lora` is llama-server's.
+
+Unknown fields are ignored, as clients send many, but for those in `REFUSED`: an answer would not be what they ask for.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing_extensions import TypedDict
+
+# Field -> values that change nothing.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,), "suffix": ("",), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
+    "min_tokens": (0,), "bad_words": ([],), "allowed_token_ids": (), "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,), "skip_special_tokens": (True,), "prompt_logprobs": (),
+    "logits_processors": ([],), "prompt_embeds": (), "mm_processor_kwargs": ({},), "chat_template": (),
+    "documents": ([],), "functions": ([],), "function_call": ("none",), "audio": (), "modalities": (["text"],),
+    "web_search_options": (), "reasoning_effort": (), "verbosity": (), "structural_tag": (), "guided_json_object": (),
+    "guided_whitespace_pattern": (), "typical_p": (1,), "tfs_z": (1,), "mirostat": (0,), "dry_multiplier": (0,),
+    "xtc_probability": (0,), "grammar": ("",), "json_schema": ({},), "id_slot": (-1,),
+}  # fmt: skip
+Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Json = dict[str, Any]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="after")
+    def _refuse(self) -> _Body:
+        for name, value in (self.model_extra or {}).items():
+            if name in REFUSED and value is not None and value not in REFUSED[name]:
+                raise ValueError(f"'{name}' is not supported here: leave it out")
+        return self
+
+
+class StreamOptions(_Body):
+    include_usage: bool = False
+
+
+class LoraScale(_Body):
+    """An adapter by its number among those of /v1/models, from 0."""
+
+    id: Count
+    scale: float = 1.0
+
+
+class JsonSchema(_Body):
+    name: str | None = None
+    schema_: Json | bool = Field({}, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(_Body):
+    json_: Json | bool | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class GenerationRequest(_Body):
+    """What both endpoints have. `grammar`s are in Lark's notation, as llguidance reads it."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
+    seed: int | None = None
+    lora: list[LoraScale] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Json | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class Function(_Body):
+    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class FunctionName(_Body):
+    name: str
+
+
+class ToolName(_Body):
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class ChatMessages(_Body):
+    """A conversation. Contents are texts, or lists of parts of text."""
+
+    messages: list[Json] = Field(min_length=1)
+    tools: list[Tool] | None = None
+    chat_template_kwargs: Json | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class ChatRequest(GenerationRequest, ChatMessages):
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolName | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+class TokenizeRequest(ChatMessages):
+    """A text, or a conversation."""
+
+    model: str | None = None
+    messages: list[Json] | None = None  # type: ignore[assignment]
+    prompt: str | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(_Body):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class LoadAdapter(_Body):
+    lora_name: Annotated[str, Field(min_length=1, max_length=200)]
+    lora_path: Annotated[str, Field(min_length=1)]
+
+
+class UnloadAdapter(_Body):
+    lora_name: str
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+class ErrorObject(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    error: ErrorObject
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[TokenLogprob]
+
+
+class CalledFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    index: NotRequired[int]
+    id: str
+    type: str
+    function: CalledFunction
+
+
+class Message(TypedDict):
+    """Of a chunk of a stream: what is new."""
+
+    role: NotRequired[str]
+    content: NotRequired[str | None]
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: NotRequired[Message]
+    delta: NotRequired[Message]
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class ChatCompletion(TypedDict):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: NotRequired[Usage | None]
+
+
+class Completion(TypedDict):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+
+
+class Model(TypedDict):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    object: str
+    data: list[Model]
+
+
+class Tokens(TypedDict):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Text(TypedDict):
+    prompt: str
