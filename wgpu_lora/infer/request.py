@@ -10,14 +10,15 @@ import numpy as np
 
 from wgpu_lora.infer.sampling import Sampler
 
-FinishReason = Literal["stop", "length", "capacity", "abort"]
+GREEDY = Sampler()
+FinishReason = Literal["stop", "length", "capacity", "abort", "error"]
 
 
 class Grammar(Protocol):
     """The tokens that a grammar allows next. It belongs to one request."""
 
     def fill_mask(self, words: np.ndarray) -> None:
-        """Set bit i % 32 of words[i // 32] for each token i that may come next, u32 [ceil(vocab / 32)], zeros at first."""
+        """Set bit i % 32 of words[i // 32] for each token i that may come next: u32 [vocab / 32], zeros at first."""
 
     def accept(self, token: int) -> None:
         """Advance by a token that was allowed."""
@@ -39,7 +40,7 @@ class Request:
 
     prompt: list[int]
     adapter: str | None = None
-    sampling: Sampler = Sampler()
+    sampling: Sampler = GREEDY
     max_new_tokens: int | None = None
     stop_ids: Collection[int] = ()
     logprobs: int | None = None
@@ -47,6 +48,7 @@ class Request:
     grammar: Grammar | None = None
     token_ids: list[int] = field(default_factory=list)  # of the answer so far
     finish_reason: FinishReason | None = None  # None while it runs
+    error: str | None = None  # a sentence, if that is the reason
     cached_tokens: int = 0  # of the prompt, whose keys and values were in the prefix cache
 
     @property
@@ -71,7 +73,7 @@ class TokenLogprobs:
 class StepOutput:
     """What a step gave a request.
 
-    token: None if it ended without one: at a stop token, or aborted.
+    token: None if it ended without one: at a stop token, or by an error.
     logprobs: of the token, if the request wants them. prompt_logprobs: of prompt[1:], once, with the first output.
     The request's `finish_reason` is set by the time its last output is returned.
     """
