@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,11 @@ from uvicorn import Config, Server
 
 from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.peft_adapter import tensor_name, write_adapter
+from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.infer.request import EngineStats, Request, StepOutput, TokenLogprobs
+from wgpu_lora.infer.sampling import uniform
+from wgpu_lora.models.model_files import read_model
 from wgpu_lora.serve.app import Access, make_app
 from wgpu_lora.serve.completions import Service
 from wgpu_lora.serve.engine_thread import EngineThread
@@ -29,6 +33,7 @@ from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
 VOCAB = 4099  # more than the tokenizer's, as in many models
 NAME = "base"
+LIMITS, OPEN = Limits(), Access()
 
 
 def demo_tokenizer(template: str | None = None) -> Tokenizer:
@@ -62,13 +67,19 @@ class FakeEngine:
     steps: int = 0
     aborted: int = 0
     closed: bool = False
-    model: Any = field(default_factory=lambda: SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB), path=DEMO_MODEL))
+    model: Any = field(
+        default_factory=lambda: SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB), path=DEMO_MODEL)
+    )
 
     def load_adapter(self, name: str, adapter: Any, matrices: Any) -> None:
         self.adapters[name] = adapter
 
     def unload_adapter(self, name: str) -> None:
         del self.adapters[name]
+
+    @property
+    def slots(self) -> SimpleNamespace:
+        return SimpleNamespace(names=list(self.adapters))
 
     def add(self, request: Request) -> None:
         self.threads.add(threading.get_ident())
@@ -115,7 +126,7 @@ class FakeEngine:
             allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB].astype(bool)
             logits = np.where(allowed, logits, -np.inf).astype(np.float32)
             assert allowed.any()
-        token = request.sampling(logits, request.length, [*request.prompt, *request.token_ids])
+        token = self._draw(logits, request)
         prompt_logprobs = None
         if request.prompt_logprobs and first:
             prompt_logprobs = [
@@ -134,6 +145,16 @@ class FakeEngine:
             request.finish_reason = "capacity"
         logprobs = None if request.logprobs is None else self._logprobs(distribution, token, request.logprobs)
         return StepOutput(request, token, logprobs, prompt_logprobs)
+
+    @staticmethod
+    def _draw(logits: np.ndarray, request: Request) -> int:
+        for token, bias in request.sampling.logit_bias.items():
+            logits[token] += bias
+        if request.sampling.temperature == 0:
+            return int(logits.argmax())
+        weights = np.exp((logits.astype(np.float64) - logits.max()) / request.sampling.temperature)
+        place = uniform(request.sampling.seed, request.length) * weights.sum()
+        return int(np.searchsorted(np.cumsum(weights), place, side="right"))
 
     @staticmethod
     def logits(tokens: list[int], adapter: str | None) -> np.ndarray:
@@ -180,22 +201,21 @@ def serving(
     *,
     template: str | None = None,
     adapters: tuple[str, ...] = ("tuned", "other"),
-    limits: Limits = Limits(),
-    access: Access = Access(),
+    limits: Limits = LIMITS,
+    access: Access = OPEN,
     allow_runtime_lora: bool = False,
 ) -> Iterator[Serving]:
     """A server on a free port of this machine."""
     made: list[FakeEngine] = []
 
-    def engine() -> FakeEngine:
+    def engine(directories: Mapping[str, Path]) -> Any:
         made.append(make())
-        made[-1].adapters |= dict.fromkeys(adapters)
+        made[-1].adapters |= dict.fromkeys(directories)
         return made[-1]
 
-    first = engine()
     directories = {name: Path(name) for name in adapters}
-    thread = EngineThread(first, engine, {}, NAME, first.sequences + limits.queue)
-    thread.adapters |= directories
+    first = engine(directories)
+    thread = EngineThread(first, engine, directories, NAME, first.sequences + limits.queue)
     tokenizer, decoder = demo_tokenizer(template), demo_tokenizer(template)
     service = Service(thread, first.model, tokenizer, decoder, first.max_model_len, NAME, limits)
     app = make_app(service, access, allow_runtime_lora)
@@ -209,3 +229,15 @@ def serving(
             server.should_exit = True
             runner.join()
             thread.close()
+
+
+def save_adapter(directory: Path, rank: int = 4, seed: int = 0, scale: float = 0.05, **config: Any) -> Path:
+    """A random adapter of the demo model."""
+    rng, tensors = np.random.default_rng(seed), {}
+    for module, (rows, columns) in read_model(DEMO_MODEL).config.lora_modules.items():
+        for factor, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+            tensors[tensor_name(module, factor)] = rng.normal(0, scale, shape).astype(np.float32)
+        if config.get("use_dora"):
+            tensors[tensor_name(module, "M")] = np.full(rows, 0.3, np.float32)
+    write_adapter(directory, tensors, AdapterConfig(r=rank, lora_alpha=8, base_model_name_or_path="demo", **config))
+    return directory

@@ -152,7 +152,7 @@ def wrong_body(error: ValidationError) -> RequestError:
 
 def error_response(error: Exception) -> Response:
     result = as_request_error(error)
-    if result.status == 500:
+    if result is not error and result.status == 500:
         traceback.print_exception(error)
     return JSONResponse(result.body(), result.status, result.headers)
 

@@ -104,16 +104,20 @@ class Service:
         directory = Path(body.lora_path)
         if not directory.is_dir():
             raise RequestError(f"There is no directory {directory}.", 404, "lora_path")
-        adapter, matrices = await run_in_threadpool(read_adapter_for, self._config, directory)
-        await self.engine.call(lambda engine: engine.load_adapter(name, adapter, matrices))
+        await self._load(name, directory)
         self.engine.adapters[name] = directory
         return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
+
+    async def _load(self, name: str, directory: Path) -> None:
+        adapter, matrices = await run_in_threadpool(read_adapter_for, self._config, directory)
+        await self.engine.call(lambda engine: engine.load_adapter(name, adapter, matrices))
 
     async def unload_adapter(self, body: UnloadAdapter) -> Response:
         if body.lora_name not in self.engine.adapters:
             raise RequestError(f"There is no adapter '{body.lora_name:.100}': /v1/models lists them.", 404, "lora_name")
         del self.engine.adapters[body.lora_name]
-        await self.engine.call(lambda engine: engine.unload_adapter(body.lora_name))
+        if body.lora_name in self.engine.loaded:
+            await self.engine.call(lambda engine: engine.unload_adapter(body.lora_name))
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
     async def answers(
@@ -146,6 +150,8 @@ class Service:
                 )
                 text = StreamedText(self._decoder, stop, markers)
                 result.append(RunningAnswer(len(result), request, text, pieces, adapter or self.name))
+        if adapter is not None and adapter not in self.engine.loaded:  # it was the one that was used least
+            await self._load(adapter, self.engine.adapters[adapter])
         await self.engine.start(result)
         return result
 

@@ -17,39 +17,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft_adapter import Matrices
-from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.device_errors import DeviceLost
 from wgpu_lora.infer.answers import StreamedAnswer
-from wgpu_lora.infer.request import EngineStats, Request, StepOutput, TokenLogprobs
-from wgpu_lora.models.adapter_modules import read_adapter_for
-from wgpu_lora.models.loaded_model import LoadedModel
+from wgpu_lora.infer.engine import Engine
+from wgpu_lora.infer.request import Request, StepOutput, TokenLogprobs
 from wgpu_lora.serve.errors import RequestError
 from wgpu_lora.serve.grammars import TokenGrammar
 from wgpu_lora.serve.metrics import Metrics
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
-
-
-class Engine(Protocol):
-    """What the server needs of `infer.engine.Engine`."""
-
-    model: LoadedModel
-    max_model_len: int
-
-    def load_adapter(self, name: str, adapter: AdapterConfig, matrices: Matrices) -> None: ...
-    def unload_adapter(self, name: str) -> None: ...
-    def add(self, request: Request) -> None: ...
-    def abort(self, request: Request) -> None: ...
-    @property
-    def busy(self) -> bool: ...
-    def step(self) -> list[StepOutput]: ...
-    def stats(self) -> EngineStats: ...
-    def close(self) -> None: ...
 
 
 class StreamedText(StreamedAnswer):
@@ -99,7 +79,7 @@ class RunningAnswer:
 class EngineThread:
     """
     Args:
-        make: opens the model anew and makes an engine, once, after the device was lost.
+        make: opens the model anew and makes an engine with these adapters, once, after the device was lost.
         adapters: directories by name, all of them loaded into the engine.
         limit: answers that may run or wait.
         on_end: called from the thread when it ends by an error.
@@ -108,7 +88,7 @@ class EngineThread:
     def __init__(
         self,
         engine: Engine,
-        make: Callable[[], Engine],
+        make: Callable[[Mapping[str, Path]], Engine],
         adapters: Mapping[str, Path],
         name: str,
         limit: int,
@@ -117,7 +97,7 @@ class EngineThread:
         self._engine, self._make, self._limit, self._on_end = engine, make, limit, on_end
         self.adapters = dict(adapters)
         self.failure: Exception | None = None  # that ended the thread
-        self.stats = engine.stats()
+        self.stats, self.loaded = engine.stats(), list(adapters)
         self.metrics = Metrics(name, lambda: self.stats)
         self._answers: dict[Request, RunningAnswer] = {}
         self._commands: queue.SimpleQueue[tuple[Future[Any], Callable[[Engine], Any]] | None] = queue.SimpleQueue()
@@ -181,7 +161,7 @@ class EngineThread:
                         break
                     if self._engine.busy:
                         self._pass_on(self._engine.step())
-                    self.stats = self._engine.stats()
+                    self.stats, self.loaded = self._engine.stats(), self._engine.slots.names
                 except Exception as error:
                     self._recover(error)
         except Exception as error:
@@ -237,9 +217,7 @@ class EngineThread:
         self._remade = True
         with suppress(Exception):
             self._engine.close()
-        self._engine = self._make()
-        for name, directory in self.adapters.items():
-            self._engine.load_adapter(name, *read_adapter_for(self._engine.model.config, directory))
+        self._engine = self._make(self.adapters)
 
     def _fail(self, error: Exception) -> None:
         for one in list(self._answers.values()):
@@ -263,8 +241,10 @@ class EngineThread:
                     self._end(one, piece)
 
     def _piece(self, one: RunningAnswer, output: StepOutput, end: str | None) -> Piece:
+        if end == "error":
+            return Piece(one.index, error=RequestError(output.request.error or "", 500))
         text, now = "", time.monotonic()
-        if output.token is not None and not one.text.stopped:
+        if output.token is not None:
             text = one.text.push(output.token)
             one.tokens += 1
             waited = self.metrics.first_token if one.newest is None else self.metrics.between_tokens
@@ -278,7 +258,9 @@ class EngineThread:
         if isinstance(grammar, TokenGrammar) and grammar.error:
             sentence = f"The schema, regex or grammar exceeds a limit: {grammar.error!s:.300}"
             return Piece(one.index, error=RequestError(sentence))
-        return Piece(one.index, text, output.logprobs, output.prompt_logprobs, "length" if end == "capacity" else end)
+        end = "length" if end == "capacity" else end
+        logprobs = output.logprobs if output.token is not None else None  # none of the token that ends an answer
+        return Piece(one.index, text, logprobs, output.prompt_logprobs, end)
 
     def _end(self, one: RunningAnswer, piece: Piece) -> None:
         if one.request.finish_reason is None:  # a stop string, or an error

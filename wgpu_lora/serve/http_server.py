@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from uvicorn import Config, Server
 
 from wgpu_lora.errors import UserError, reason
+from wgpu_lora.events import Events
 from wgpu_lora.infer.answers import tokenizer_of
+from wgpu_lora.infer.engine import Engine
 from wgpu_lora.models.adapter_modules import read_adapter_for
+from wgpu_lora.models.adapter_set import SlotSpec
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.models.model_files import read_model
 from wgpu_lora.serve.app import Access, make_app
 from wgpu_lora.serve.completions import Service
-from wgpu_lora.serve.engine_thread import Engine, EngineThread
+from wgpu_lora.serve.engine_thread import EngineThread
 from wgpu_lora.serve.prompts import Limits
 from wgpu_lora.signals import on_end_signal
 
@@ -28,6 +33,46 @@ class _Server(Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals are handled by `serve`: uvicorn's handlers would raise them again after the end."""
         yield
+
+
+def open_engine(
+    adapters: Mapping[str, Path],
+    *,
+    model: str,
+    device: str | None,
+    base_dtype: str,
+    max_loras: int | None,
+    max_lora_rank: int | None,
+    dora: bool,
+    show: Callable[[LoadedModel], AbstractContextManager[Events]],
+    **options: Any,
+) -> Engine:
+    """An engine with its model and adapters.
+
+    Args:
+        max_loras, max_lora_rank: on the device; by default, as the adapters need.
+        dora: whether there is room for DoRA's magnitudes even if these adapters have none.
+        show: reports on loading the model. options: of `Engine`.
+
+    Raises:
+        UserError: the model or an adapter cannot be opened, or does not fit.
+    """
+    opened = open_model(model, device, base_dtype)
+    tokenizer_of(opened)
+    read = {name: read_adapter_for(opened.config, directory) for name, directory in adapters.items()}
+    specs = [SlotSpec.of(*one) for one in read.values()]
+    with show(opened) as events:
+        engine = Engine(
+            opened,
+            max_loras=len(read) if max_loras is None else max_loras,
+            max_lora_rank=max_lora_rank or max((spec.rank for spec in specs), default=16),
+            dora=dora or any(spec.dora for spec in specs),
+            events=events,
+            **options,
+        )
+    for name, one in read.items():
+        engine.load_adapter(name, *one)
+    return engine
 
 
 def listen(host: str, port: int, unix_socket: Path | None) -> socket.socket:
@@ -47,11 +92,10 @@ def listen(host: str, port: int, unix_socket: Path | None) -> socket.socket:
 
 
 def serve(
-    make: Callable[[], Engine],
+    make: Callable[[Mapping[str, Path]], Engine],
     adapters: Mapping[str, Path],
     name: str,
     *,
-    sequences: int,
     host: str = "127.0.0.1",
     port: int = 0,
     unix_socket: Path | None = None,
@@ -65,9 +109,8 @@ def serve(
     """Answer requests until a signal: what runs may finish within `end_seconds`, or until a second signal.
 
     Args:
-        make: opens the model and makes the engine; called again if the device is lost.
+        make: opens the model and makes the engine with these adapters; called again if the device is lost.
         adapters: directories by name. name: of the base model.
-        sequences: that the engine runs at once; `limits.queue` more may wait.
         port: 0 takes a free one.
         tell: called with the server's address once it can be used.
 
@@ -75,16 +118,19 @@ def serve(
         UserError: the address cannot be used, the model or an adapter cannot be opened, or the device was lost twice.
     """
     with listen(host, port, unix_socket) as sock:
-        engine = make()
+        engine = make(adapters)
         model = engine.model
         tokenizer = tokenizer_of(model)
-        for one, directory in adapters.items():
-            engine.load_adapter(one, *read_adapter_for(model.config, directory))
         decoder = read_model(model.path).tokenizer
         assert decoder
         server: list[_Server] = []
         thread = EngineThread(
-            engine, make, adapters, name, sequences + limits.queue, lambda: setattr(server[0], "should_exit", True)
+            engine,
+            make,
+            adapters,
+            name,
+            engine.max_num_seqs + limits.queue,
+            lambda: setattr(server[0], "should_exit", True),
         )
         try:
             service = Service(thread, model, tokenizer, decoder, engine.max_model_len, name, limits)
