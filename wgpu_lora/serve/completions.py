@@ -173,6 +173,9 @@ class Service:
         finally:
             self.engine.stop(answers)
         choices = [format.whole(index, parts) for index, parts in deltas.items()]
+        if body.return_token_ids:
+            for choice, one in zip(choices, answers, strict=True):
+                choice["token_ids"] = one.request.token_ids[: one.tokens]
         return JSONResponse({**head, "choices": choices, "usage": usage(answers)})
 
     # -- the endpoints -------------------------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ class GenerationRequest(_Body):
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -223,6 +224,7 @@ class ChatChoice(TypedDict):
     index: int
     message: NotRequired[Message]
     delta: NotRequired[Message]
+    token_ids: NotRequired[list[int]]
     logprobs: ChatLogprobs | None
     finish_reason: str | None
 
@@ -237,6 +239,7 @@ class CompletionLogprobs(TypedDict):
 class CompletionChoice(TypedDict):
     index: int
     text: str
+    token_ids: NotRequired[list[int]]
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
 
