@@ -227,7 +227,7 @@ def test_adapters_come_and_go(tmp_path: Path) -> None:
 
 
 def test_figures_are_prometheus(server: Serving) -> None:
-    server.client.completions.create(model="tuned", prompt="x", max_tokens=3)
+    server.client.completions.create(model="tuned", prompt="x", max_tokens=3, temperature=0)
     text = httpx.get(f"{server.url}/metrics").text
     families = {family.name: family for family in text_string_to_metric_families(text)}
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens",

@@ -10,8 +10,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,8 +23,8 @@ from starlette.routing import Route
 from wgpu_lora.serve import schema
 from wgpu_lora.serve.completions import Service
 from wgpu_lora.serve.errors import RequestError, as_request_error
-from wgpu_lora.serve.prompts import conversation_ids, text_ids
 
+HEALTH = "/health"  # which needs no key
 Handler = Callable[[Any, Any], Awaitable[Response]]  # (body, its JSON) -> response
 
 
@@ -45,44 +44,41 @@ class Endpoint:
     summary: str
     handler: Handler
     body: type[BaseModel] | None = None
-    answer: Any = None  # the type of a JSON answer
-    open: bool = False  # also without a key
 
 
 def make_app(service: Service, access: Access = Access(), allow_runtime_lora: bool = False) -> Starlette:
     """The application of a service."""
     endpoints = [
-        Endpoint("/v1/chat/completions", "Answer a conversation", service.chat, schema.ChatRequest,
-                 schema.ChatCompletion),
-        Endpoint("/v1/completions", "Continue a text", service.complete, schema.CompletionRequest, schema.Completion),
-        Endpoint("/tokenize", "Tokens of a text or a conversation", tokenize(service), schema.TokenizeRequest,
-                 schema.Tokens),
-        Endpoint("/detokenize", "Text of tokens", detokenize(service), schema.DetokenizeRequest, schema.Text),
-        Endpoint("/v1/models", "The base and its adapters", models(service), None, schema.ModelList),
-        Endpoint("/health", "Whether the engine runs", health(service), open=True),
-        Endpoint("/metrics", "Figures for Prometheus", metrics(service)),
-    ]  # fmt: skip
+        Endpoint("/v1/chat/completions", "Answer a conversation", service.chat, schema.ChatRequest),
+        Endpoint("/v1/completions", "Continue a text", service.complete, schema.CompletionRequest),
+        Endpoint("/v1/models", "The base and its adapters", service.models),
+        Endpoint("/tokenize", "Tokens of a text or a conversation", service.tokenize, schema.TokenizeRequest),
+        Endpoint("/detokenize", "The text of tokens", service.detokenize, schema.DetokenizeRequest),
+        Endpoint(HEALTH, "Whether the engine runs", service.health),
+        Endpoint("/metrics", "Figures for Prometheus", service.metrics),
+    ]
     if allow_runtime_lora:
-        endpoints += [
-            Endpoint("/v1/load_lora_adapter", "Load an adapter", without_json(service.load_adapter),
-                     schema.LoadAdapter),
-            Endpoint("/v1/unload_lora_adapter", "Unload an adapter", without_json(service.unload_adapter),
-                     schema.UnloadAdapter),
-        ]  # fmt: skip
+        load, unload = service.load_adapter, service.unload_adapter
+        endpoints.append(Endpoint("/v1/load_lora_adapter", "Load an adapter", load, schema.LoadAdapter))
+        endpoints.append(Endpoint("/v1/unload_lora_adapter", "Unload an adapter", unload, schema.UnloadAdapter))
     description = openapi(endpoints)
-    endpoints.append(Endpoint("/openapi.json", "This description", constant(description)))
+
+    async def describe(_: Any, __: Any) -> Response:
+        return JSONResponse(description)
+
+    endpoints.append(Endpoint("/openapi.json", "This description", describe))
     cors = Middleware(CORSMiddleware, allow_origins=list(access.origins), allow_methods=["*"], allow_headers=["*"])
     return Starlette(
         routes=[route(endpoint, service, access) for endpoint in endpoints],
         middleware=[cors] if access.origins else [],
-        exception_handlers={HTTPException: no_route, Exception: no_route},
+        exception_handlers={HTTPException: no_route},
     )
 
 
 def route(endpoint: Endpoint, service: Service, access: Access) -> Route:
     async def respond(request: Request) -> Response:
         try:
-            check_access(request, access, endpoint.open)
+            check_access(request, access)
             body = raw = None
             if endpoint.body:
                 text = await read_body(request, service.limits.body, service.limits.seconds)
@@ -98,12 +94,12 @@ def route(endpoint: Endpoint, service: Service, access: Access) -> Route:
     return Route(endpoint.path, respond, methods=["POST" if endpoint.body else "GET"])
 
 
-def check_access(request: Request, access: Access, is_open: bool) -> None:
+def check_access(request: Request, access: Access) -> None:
     host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
     if access.hosts is not None and host.strip("[]") not in access.hosts:
         raise RequestError("This server answers requests for its own address only.", 403)
     given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-    if access.api_key and not is_open and not secrets.compare_digest(given, access.api_key.encode()):
+    if access.api_key and request.url.path != HEALTH and not secrets.compare_digest(given, access.api_key.encode()):
         raise RequestError("The API key is missing or wrong: send 'Authorization: Bearer KEY'.", 401,
                            code="invalid_api_key")  # fmt: skip
 
@@ -158,111 +154,30 @@ def error_response(error: Exception) -> Response:
 
 
 async def no_route(request: Request, error: Exception) -> Response:
-    if not isinstance(error, HTTPException):
-        return error_response(error)
+    assert isinstance(error, HTTPException)
     sentence = f"There is no {request.method} {request.url.path:.100}: /openapi.json lists what there is."
     return error_response(RequestError(sentence, error.status_code, code="not_found"))
 
 
-# -- the smaller endpoints ---------------------------------------------------------------------------------------------
-
-
-def without_json(handler: Callable[[Any], Awaitable[Response]]) -> Handler:
-    async def answer(body: Any, _: Any) -> Response:
-        return await handler(body)
-
-    return answer
-
-
-def constant(value: Any) -> Handler:
-    async def answer(_: Any, __: Any) -> Response:
-        return JSONResponse(value)
-
-    return answer
-
-
-def tokenize(service: Service) -> Handler:
-    async def answer(body: schema.TokenizeRequest, raw: Any) -> Response:
-        if (body.prompt is None) == (body.messages is None):
-            raise RequestError("Give 'prompt' or 'messages', one of the two.")
-        if body.messages is not None:
-            ids = await service.prepare(conversation_ids, service.tokenizer, body, raw)
-        else:
-            ids = await service.prepare(text_ids, service.tokenizer, body.prompt or "", body.add_special_tokens)
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": service.max_model_len})
-
-    return answer
-
-
-def detokenize(service: Service) -> Handler:
-    async def answer(body: schema.DetokenizeRequest, _: Any) -> Response:
-        if max(body.tokens, default=0) >= service.vocab_size:
-            raise RequestError(f"Token {max(body.tokens)} is not one of the model's {service.vocab_size:,}.")
-        return JSONResponse({"prompt": await service.prepare(service.tokenizer.decode, body.tokens, False)})
-
-    return answer
-
-
-def models(service: Service) -> Handler:
-    async def answer(_: Any, __: Any) -> Response:
-        base = service.name
-        listed = [(base, base, None), *((name, str(path), base) for name, path in service.engine.adapters.items())]
-        data: list[schema.Model] = [
-            {
-                "id": name,
-                "object": "model",
-                "created": service.began,
-                "owned_by": "wgpu-lora",
-                "root": root,
-                "parent": parent,
-                "max_model_len": service.max_model_len,
-            }
-            for name, root, parent in listed
-        ]
-        return JSONResponse({"object": "list", "data": data})
-
-    return answer
-
-
-def health(service: Service) -> Handler:
-    async def answer(_: Any, __: Any) -> Response:
-        if service.engine.failure:
-            raise RequestError("The engine has ended.", 503)
-        return Response()
-
-    return answer
-
-
-def metrics(service: Service) -> Handler:
-    async def answer(_: Any, __: Any) -> Response:
-        return Response(generate_latest(service.engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-    return answer
-
-
-def openapi(endpoints: Collection[Endpoint]) -> dict[str, Any]:
-    """The description of endpoints."""
-    template = "#/components/schemas/{model}"
+def openapi(endpoints: Collection[Endpoint]) -> schema.Json:
+    """The description of endpoints: their requests, and errors. Answers are OpenAI's."""
     bodies, definitions = models_json_schema(
-        [(one.body, "validation") for one in endpoints if one.body], ref_template=template
+        [(one.body, "validation") for one in endpoints if one.body], ref_template="#/components/schemas/{model}"
     )
-    answers, more = TypeAdapter.json_schemas(
-        [(one.path, "serialization", TypeAdapter(one.answer or schema.Error)) for one in endpoints],
-        ref_template=template,
-    )
-    error = {
-        "description": "error",
-        "content": {"application/json": {"schema": {"$ref": template.format(model="Error")}}},
-    }
-    paths: dict[str, Any] = {}
+    error = {"type": "object", "properties": {"error": {"type": "object", "properties": ERROR}}, "required": ["error"]}
+    responses = {"200": {"description": "The answer"}, "default": {"description": "An error", **_json(error)}}
+    paths: schema.Json = {}
     for one in endpoints:
-        content = {"application/json": {"schema": answers[one.path, "serialization"]}} if one.answer else {}
-        call: dict[str, Any] = {"summary": one.summary, "operationId": one.path.strip("/").replace("/", "_")}
-        call["responses"] = {"200": {"description": "answer", "content": content}, "default": error}
+        call = {"summary": one.summary, "operationId": one.path.strip("/").replace("/", "_"), "responses": responses}
         if one.body:
-            body = bodies[one.body, "validation"]
-            call["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+            call["requestBody"] = {"required": True, **_json(bodies[one.body, "validation"])}
         paths[one.path] = {"post" if one.body else "get": call}
-    components = {**definitions.get("$defs", {}), **more.get("$defs", {})}
     info = {"title": "wgpu-lora", "version": "1"}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": definitions["$defs"]}}
+
+
+ERROR = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
+
+
+def _json(schema: Any) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": schema}}}

@@ -12,6 +12,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, TypeVar
 
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -19,24 +20,20 @@ from starlette.types import Receive, Scope, Send
 from wgpu_lora.infer.request import Request, TokenLogprobs
 from wgpu_lora.models.adapter_modules import read_adapter_for
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.serve.engine_thread import EngineThread, Piece, RunningAnswer, StreamedText
+from wgpu_lora.serve.engine_thread import EngineThread, Piece, RunningAnswer, StreamedText, unavailable
 from wgpu_lora.serve.errors import RequestError
 from wgpu_lora.serve.grammars import Vocabulary, grammar_source
-from wgpu_lora.serve.prompts import Limits, check_room, conversation_ids, samplers, stop_texts, text_ids
+from wgpu_lora.serve.prompts import Limits, check_room, check_tokens, conversation_ids, samplers, stop_texts, text_ids
 from wgpu_lora.serve.schema import (
-    ChatChoice,
     ChatRequest,
-    CompletionChoice,
-    CompletionLogprobs,
     CompletionRequest,
+    DetokenizeRequest,
     GenerationRequest,
+    Json,
     LoadAdapter,
-    Message,
-    TokenLogprob,
+    TokenizeRequest,
     ToolName,
-    TopLogprob,
     UnloadAdapter,
-    Usage,
 )
 from wgpu_lora.serve.tool_calls import MARKERS, ToolCallParser, call_grammar, tool_format
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
@@ -97,7 +94,7 @@ class Service:
             return list(self.engine.adapters)[one.id]
         return name
 
-    async def load_adapter(self, body: LoadAdapter) -> Response:
+    async def load_adapter(self, body: LoadAdapter, raw: Json) -> Response:
         name = body.lora_name
         if name in self.engine.adapters or name == self.name:
             raise RequestError(f"The name '{name}' is taken: use another, or unload it first.", param="lora_name")
@@ -112,7 +109,7 @@ class Service:
         adapter, matrices = await run_in_threadpool(read_adapter_for, self._config, directory)
         await self.engine.call(lambda engine: engine.load_adapter(name, adapter, matrices))
 
-    async def unload_adapter(self, body: UnloadAdapter) -> Response:
+    async def unload_adapter(self, body: UnloadAdapter, raw: Json) -> Response:
         if body.lora_name not in self.engine.adapters:
             raise RequestError(f"There is no adapter '{body.lora_name:.100}': /v1/models lists them.", 404, "lora_name")
         del self.engine.adapters[body.lora_name]
@@ -177,6 +174,41 @@ class Service:
             for choice, one in zip(choices, answers, strict=True):
                 choice["token_ids"] = one.request.token_ids[: one.tokens]
         return JSONResponse({**head, "choices": choices, "usage": usage(answers)})
+
+    # -- the smaller endpoints -----------------------------------------------------------------------------------------
+
+    async def tokenize(self, body: TokenizeRequest, raw: Json) -> Response:
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("Give 'prompt' or 'messages', one of the two.")
+        if body.prompt is None:
+            ids = await self.prepare(conversation_ids, self.tokenizer, body, raw)
+        else:
+            ids = await self.prepare(text_ids, self.tokenizer, body.prompt, body.add_special_tokens)
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len})
+
+    async def detokenize(self, body: DetokenizeRequest, raw: Json) -> Response:
+        check_tokens(body.tokens, self.vocab_size)
+        return JSONResponse({"prompt": await self.prepare(self.tokenizer.decode, body.tokens, False)})
+
+    async def models(self, body: None, raw: None) -> Response:
+        base = self.name
+        listed = [(base, base, None), *((name, str(path), base) for name, path in self.engine.adapters.items())]
+        shared = {
+            "object": "model",
+            "created": self.began,
+            "owned_by": "wgpu-lora",
+            "max_model_len": self.max_model_len,
+        }
+        data = [{"id": name, "root": root, "parent": parent, **shared} for name, root, parent in listed]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def health(self, body: None, raw: None) -> Response:
+        if self.engine.failure:
+            raise unavailable(self.engine.failure)
+        return Response()
+
+    async def metrics(self, body: None, raw: None) -> Response:
+        return Response(generate_latest(self.engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     # -- the endpoints -------------------------------------------------------------------------------------------------
 
@@ -286,7 +318,7 @@ def _event(value: Any) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-def usage(answers: Sequence[RunningAnswer]) -> Usage:
+def usage(answers: Sequence[RunningAnswer]) -> Json:
     """Of all answers of a request; a prompt of several counts once."""
     prompts = {tuple(one.request.prompt): one.request for one in reversed(answers)}
     prompt, completion = sum(map(len, prompts)), sum(one.tokens for one in answers)
@@ -307,12 +339,12 @@ class ChatFormat:
     def __init__(self, vocabulary: Vocabulary, parsers: Sequence[ToolCallParser | None]) -> None:
         self._vocabulary, self._parsers = vocabulary, parsers
 
-    def start(self, index: int) -> list[ChatChoice]:
-        delta: Message = {"role": "assistant", "content": ""}
+    def start(self, index: int) -> list[Json]:
+        delta: Json = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
-    def deltas(self, piece: Piece) -> list[ChatChoice]:
-        parser, end, delta = self._parsers[piece.index], piece.finish_reason, Message()
+    def deltas(self, piece: Piece) -> list[Json]:
+        parser, end, delta = self._parsers[piece.index], piece.finish_reason, Json()
         content = piece.text
         if parser:
             content, calls = parser.push(piece.text, end is not None)
@@ -335,10 +367,10 @@ class ChatFormat:
             }
         ]
 
-    def whole(self, index: int, deltas: Sequence[ChatChoice]) -> ChatChoice:
+    def whole(self, index: int, deltas: Sequence[Json]) -> Json:
         calls = [call for one in deltas for call in one["delta"].get("tool_calls", [])]
         content = "".join(one["delta"].get("content") or "" for one in deltas)
-        message: Message = {"role": "assistant", "content": content if content or not calls else None}
+        message: Json = {"role": "assistant", "content": content if content or not calls else None}
         if calls:
             message["tool_calls"] = calls
         logprobs = [value for one in deltas if one["logprobs"] for value in one["logprobs"]["content"]]
@@ -349,11 +381,11 @@ class ChatFormat:
             "finish_reason": deltas[-1]["finish_reason"],
         }
 
-    def _logprob(self, value: TokenLogprobs) -> TokenLogprob:
+    def _logprob(self, value: TokenLogprobs) -> Json:
         top = [self._top(*one) for one in value.top]
         return {**self._top(value.token, value.logprob), "top_logprobs": top}
 
-    def _top(self, token: int, logprob: float) -> TopLogprob:
+    def _top(self, token: int, logprob: float) -> Json:
         text = self._vocabulary.bytes_of(token)
         return {"token": text.decode("utf-8", "replace"), "logprob": max(logprob, LEAST), "bytes": list(text)}
 
@@ -365,10 +397,10 @@ class TextFormat:
         self._vocabulary, self._answers, self._echo = vocabulary, answers, list(echo)
         self._offsets = [0] * len(answers)
 
-    def start(self, index: int) -> list[CompletionChoice]:
+    def start(self, index: int) -> list[Json]:
         return []
 
-    def deltas(self, piece: Piece) -> list[CompletionChoice]:
+    def deltas(self, piece: Piece) -> list[Json]:
         text, self._echo[piece.index] = self._echo[piece.index] + piece.text, ""
         values: list[TokenLogprobs | int] = []  # the first token of a prompt has no probability
         if piece.prompt_logprobs is not None:
@@ -380,7 +412,7 @@ class TextFormat:
         logprobs = self._logprobs(piece.index, values) if values else None
         return [{"index": piece.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish_reason}]
 
-    def whole(self, index: int, deltas: Sequence[CompletionChoice]) -> CompletionChoice:
+    def whole(self, index: int, deltas: Sequence[Json]) -> Json:
         parts: list[Any] = [one["logprobs"] for one in deltas if one["logprobs"]]
         logprobs: Any = (
             {name: [value for part in parts for value in part[name]] for name in parts[0]} if parts else None
@@ -392,8 +424,8 @@ class TextFormat:
             "finish_reason": deltas[-1]["finish_reason"],
         }
 
-    def _logprobs(self, index: int, values: Sequence[TokenLogprobs | int]) -> CompletionLogprobs:
-        result: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    def _logprobs(self, index: int, values: Sequence[TokenLogprobs | int]) -> Json:
+        result: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for value in values:
             text = self._text(value if isinstance(value, int) else value.token)
             result["tokens"].append(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.serve.schema import Error
+from wgpu_lora.serve.schema import Json
 
 KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
@@ -25,7 +25,7 @@ class RequestError(UserError):
     def headers(self) -> Mapping[str, str]:
         return {"Retry-After": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
 
-    def body(self) -> Error:
+    def body(self) -> Json:
         kind = KINDS.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 

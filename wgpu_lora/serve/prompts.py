@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,18 +71,16 @@ def text_ids(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]
 
 def samplers(body: GenerationRequest, count: int, vocab_size: int) -> list[Sampler]:
     """Of each of a prompt's answers: with a seed, of their own seeds from it on; without, of random ones."""
-    bias = body.logit_bias or None
-    if bias and max(bias) >= vocab_size:
-        raise RequestError(f"Token {max(bias)} is not one of the model's {vocab_size:,}.", param="logit_bias")
+    check_tokens(body.logit_bias or (), vocab_size)
     given: dict[str, Any] = {
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": body.top_p,
         "top_k": max(0, body.top_k or 0),
         "min_p": body.min_p,
         "repetition_penalty": body.repetition_penalty,
-        "presence_penalty": body.presence_penalty or None,
-        "frequency_penalty": body.frequency_penalty or None,
-        "logit_bias": bias,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "logit_bias": body.logit_bias,
     }
     given = {name: value for name, value in given.items() if value is not None}
     first = secrets.randbits(62) if body.seed is None else body.seed
@@ -97,12 +95,17 @@ def stop_texts(body: GenerationRequest, limits: Limits) -> Sequence[str]:
     return texts
 
 
+def check_tokens(tokens: Collection[int], vocab_size: int) -> None:
+    """Raise RequestError if one is outside of the vocabulary."""
+    if (last := max(tokens, default=0)) >= vocab_size:
+        raise RequestError(f"Token {last} is not one of the model's {vocab_size:,}: use its own tokenizer.")
+
+
 def check_room(prompt: Sequence[int], new_tokens: int | None, length: int, vocab_size: int) -> None:
     """Raises RequestError if a prompt with its answer has more than `length` tokens, or none, or unknown ones."""
     if not prompt:
         raise RequestError("The prompt has no tokens: give a text that is not empty.", param="prompt")
-    if max(prompt) >= vocab_size:
-        raise RequestError(f"Token {max(prompt)} is not one of the model's {vocab_size:,}.", param="prompt")
+    check_tokens(prompt, vocab_size)
     wanted = f"{len(prompt):,} tokens" + (f" and an answer of {new_tokens:,}" if new_tokens else "")
     if len(prompt) + (new_tokens or 1) > length:
         raise RequestError(

@@ -1,14 +1,13 @@
-"""The bodies of requests and answers. Fields are OpenAI's and vLLM's, and `lora` is llama-server's.
+"""The bodies of requests. Fields are OpenAI's and vLLM's, and `lora` is llama-server's.
 
 Unknown fields are ignored, as clients send many, but for those in `REFUSED`: an answer would not be what they ask for.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from typing_extensions import TypedDict
 
 # Field -> values that change nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -163,125 +162,3 @@ class LoadAdapter(_Body):
 
 class UnloadAdapter(_Body):
     lora_name: str
-
-
-# -- answers -----------------------------------------------------------------------------------------------------------
-
-
-class ErrorObject(TypedDict):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(TypedDict):
-    error: ErrorObject
-
-
-class Usage(TypedDict):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: dict[str, int]
-
-
-class TopLogprob(TypedDict):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(TypedDict):
-    content: list[TokenLogprob]
-
-
-class CalledFunction(TypedDict):
-    name: str
-    arguments: str
-
-
-class ToolCall(TypedDict):
-    index: NotRequired[int]
-    id: str
-    type: str
-    function: CalledFunction
-
-
-class Message(TypedDict):
-    """Of a chunk of a stream: what is new."""
-
-    role: NotRequired[str]
-    content: NotRequired[str | None]
-    tool_calls: NotRequired[list[ToolCall]]
-
-
-class ChatChoice(TypedDict):
-    index: int
-    message: NotRequired[Message]
-    delta: NotRequired[Message]
-    token_ids: NotRequired[list[int]]
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-
-
-class CompletionLogprobs(TypedDict):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class CompletionChoice(TypedDict):
-    index: int
-    text: str
-    token_ids: NotRequired[list[int]]
-    logprobs: CompletionLogprobs | None
-    finish_reason: str | None
-
-
-class ChatCompletion(TypedDict):
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: NotRequired[Usage | None]
-
-
-class Completion(TypedDict):
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: NotRequired[Usage | None]
-
-
-class Model(TypedDict):
-    id: str
-    object: str
-    created: int
-    owned_by: str
-    root: str
-    parent: str | None
-    max_model_len: int
-
-
-class ModelList(TypedDict):
-    object: str
-    data: list[Model]
-
-
-class Tokens(TypedDict):
-    tokens: list[int]
-    count: int
-    max_model_len: int
-
-
-class Text(TypedDict):
-    prompt: str

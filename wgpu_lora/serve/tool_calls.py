@@ -18,7 +18,7 @@ from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.serve.grammars import schema_grammar
-from wgpu_lora.serve.schema import Tool, ToolCall
+from wgpu_lora.serve.schema import Json, Tool
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
 CALL, END_CALL, CALLS, ARGS, PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"
@@ -69,9 +69,9 @@ class ToolCallParser:
         self._text = ""  # that may be, or begin, a call
         self._inside = False
         self._content = ""
-        self.calls: list[ToolCall] = []
+        self.calls: list[Json] = []
 
-    def push(self, text: str, last: bool = False) -> tuple[str, list[ToolCall]]:
+    def push(self, text: str, last: bool = False) -> tuple[str, list[Json]]:
         """(content, calls) that are certain now."""
         form, start, content = self._form, len(self.calls), ""
         self._text += text
@@ -126,7 +126,7 @@ def overlap(text: str, marker: str) -> int:
     return next((size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0)
 
 
-def tool_call(name: Any, arguments: Any) -> ToolCall:
+def tool_call(name: Any, arguments: Any) -> Json:
     if not isinstance(name, str):
         raise ValueError("the name of a function must be text")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
