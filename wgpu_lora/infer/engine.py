@@ -299,6 +299,8 @@ class Engine:
         pieces: list[tuple[_Sequence, int]] = []
         rows = 0
         for sequence in self._running:
+            if pieces and not self.state.cache.shares_prefixes:
+                break  # chunks of a delta net are rows of the step, so that each sequence must begin with the first
             at = sequence.computed
             while at < sequence.prompt.size:
                 end = min((at // PIECE + 1) * PIECE, sequence.prompt.size)

@@ -76,7 +76,8 @@ class StepRows:
 class EngineState:
     """The tensors that all programs share: the cache, the newest hidden states, and what tokens are chosen by.
 
-    With n sequences, hidden: f32 [n, hidden_size]. logits: f32 [n, chunk] per chunk of the head. scores: f32 [n, vocab].
+    With n sequences, hidden: f32 [n, hidden_size]. logits: f32 [n, chunk] per chunk of the head. scores: f32
+    [n, vocab].
     masked: u32 [n]; masks: u32 [n, vocab / 32]; params: u32 [n, 8]. ids: u32 [n].
     targets, softmax, top, top_ids: of log-probabilities: u32 [n], f32 [n, 4], and [n, TOP] twice.
     """
