@@ -83,6 +83,10 @@ class FakeEngine:
 
     def add(self, request: Request) -> None:
         self.threads.add(threading.get_ident())
+        if not request.prompt:
+            raise UserError("The prompt has no tokens: give a text that is not empty.")
+        if max(*request.prompt, *request.sampling.logit_bias, 0) >= VOCAB:
+            raise UserError("A token is outside the model's vocabulary of 4,099: use the model's own tokenizer.")
         if request.adapter is not None and request.adapter not in self.adapters:
             raise UserError(f"There is no adapter {request.adapter}: load it.")
         self.waiting.append(request)

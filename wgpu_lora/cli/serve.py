@@ -46,7 +46,7 @@ def serve(
         str | None, typer.Option(help="Name of the base model in the API; by default, as in --model.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
     unix_socket: Annotated[Path | None, typer.Option(help="Listen on this socket of the file system instead.")] = None,
     api_key: Annotated[
         str | None,
@@ -59,32 +59,32 @@ def serve(
         bool, typer.Option("--allow-runtime-lora", help="Let clients load and unload adapters of this machine.")
     ] = False,
     max_loras: Annotated[
-        int | None, typer.Option(help="Adapters on the device at a time; by default all of --lora-modules. [x>=0]")
+        int | None, typer.Option(help="Adapters on the device at a time; by default all of --lora-modules.", min=0)
     ] = None,
     max_lora_rank: Annotated[
-        int | None, typer.Option(help="Largest rank of an adapter; by default that of --lora-modules, or 16. [x>=1]")
+        int | None, typer.Option(help="Largest rank of an adapter; by default that of --lora-modules, or 16.", min=1)
     ] = None,
     max_cpu_loras: Annotated[
-        int | None, typer.Option(help="Adapters in memory; by default, any number. [x>=1]")
+        int | None, typer.Option(help="Adapters in memory; by default, any number.", min=1)
     ] = None,
     dora: Annotated[bool, typer.Option("--dora", help="Make room for DoRA adapters that are loaded later.")] = False,
     max_model_len: Annotated[
         int | None,
         typer.Option(help="Maximum tokens of a prompt with its answer; by default 4096, or the model's limit."),
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Answers computed at a time. [x>=1]")] = 64,
+    max_num_seqs: Annotated[int, typer.Option(help="Answers computed at a time.", min=1)] = 64,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Tokens of prompts in a step; fewer keep others' answers flowing. [x>=1]")
+        int, typer.Option(help="Tokens of prompts in a step; fewer keep others' answers flowing.", min=1)
     ] = 1024,
     cache_tokens: Annotated[
         int | None, typer.Option(help="Tokens of all answers and prompts together; by default as many as fit.")
     ] = None,
     kv_cache_dtype: Annotated[str, choice("Type of keys and values in the cache.", ("f32", "f16"))] = "f32",
     max_queue: Annotated[
-        int, typer.Option(help="Answers that may wait; further requests get the status 429. [x>=0]")
+        int, typer.Option(help="Answers that may wait; further requests get the status 429.", min=0)
     ] = 256,
     end_seconds: Annotated[
-        int, typer.Option(help="Seconds that answers may take to finish once the server is told to end. [x>=0]")
+        int, typer.Option(help="Seconds that answers may take to finish once the server is told to end.", min=0)
     ] = 30,
     device: Device = None,
     base_dtype: BaseDtype = AUTO,
@@ -102,13 +102,6 @@ def serve(
     from wgpu_lora.serve.http_server import serve as run
     from wgpu_lora.serve.prompts import Limits
 
-    for name, value, least in (
-        ("max_loras", max_loras, 0), ("max_lora_rank", max_lora_rank, 1), ("max_cpu_loras", max_cpu_loras, 1),
-        ("max_num_seqs", max_num_seqs, 1), ("max_num_batched_tokens", max_num_batched_tokens, 1),
-        ("max_queue", max_queue, 0), ("end_seconds", end_seconds, 0), ("port", port, 0),
-    ):  # fmt: skip
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
     adapters = named_adapters(lora_modules or [])
     chosen = model_of(adapters, model)
     if (served_model_name or chosen) in adapters:

@@ -140,8 +140,9 @@ async def read_body(request: Request, limit: int, seconds: float) -> bytes:
 
 
 def wrong_body(error: ValidationError) -> RequestError:
-    """The first of a body's problems as a sentence."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    """The first of a body's problems as a sentence; of a union's, one that is not about its type."""
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    first = min(problems, key=lambda problem: problem["type"].endswith(("_type", "_parsing")))
     place, text = ".".join(str(part) for part in first["loc"])[:100], first["msg"].removeprefix("Value error, ")
     return RequestError(f"{place}: {text}." if place else f"{text}.", param=place or None)
 
@@ -160,24 +161,21 @@ async def no_route(request: Request, error: Exception) -> Response:
 
 
 def openapi(endpoints: Collection[Endpoint]) -> schema.Json:
-    """The description of endpoints: their requests, and errors. Answers are OpenAI's."""
+    """The description of endpoints: their requests. Answers and errors are OpenAI's."""
     bodies, definitions = models_json_schema(
         [(one.body, "validation") for one in endpoints if one.body], ref_template="#/components/schemas/{model}"
     )
-    error = {"type": "object", "properties": {"error": {"type": "object", "properties": ERROR}}, "required": ["error"]}
-    responses = {"200": {"description": "The answer"}, "default": {"description": "An error", **_json(error)}}
+    responses = {"200": {"description": "The answer"}, "default": {"description": "An object with 'error'"}}
     paths: schema.Json = {}
     for one in endpoints:
-        call = {"summary": one.summary, "operationId": one.path.strip("/").replace("/", "_"), "responses": responses}
+        call: schema.Json = {
+            "summary": one.summary,
+            "operationId": one.path.strip("/").replace("/", "_"),
+            "responses": responses,
+        }
         if one.body:
-            call["requestBody"] = {"required": True, **_json(bodies[one.body, "validation"])}
+            content = {"application/json": {"schema": bodies[one.body, "validation"]}}
+            call["requestBody"] = {"required": True, "content": content}
         paths[one.path] = {"post" if one.body else "get": call}
     info = {"title": "wgpu-lora", "version": "1"}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": definitions["$defs"]}}
-
-
-ERROR = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
-
-
-def _json(schema: Any) -> dict[str, Any]:
-    return {"content": {"application/json": {"schema": schema}}}

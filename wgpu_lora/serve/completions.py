@@ -23,7 +23,7 @@ from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.serve.engine_thread import EngineThread, Piece, RunningAnswer, StreamedText, unavailable
 from wgpu_lora.serve.errors import RequestError
 from wgpu_lora.serve.grammars import Vocabulary, grammar_source
-from wgpu_lora.serve.prompts import Limits, check_room, check_tokens, conversation_ids, samplers, stop_texts, text_ids
+from wgpu_lora.serve.prompts import Limits, check_room, conversation_ids, samplers, text_ids
 from wgpu_lora.serve.schema import (
     ChatRequest,
     CompletionRequest,
@@ -62,8 +62,7 @@ class Service:
     ) -> None:
         self.engine, self.tokenizer, self.name, self.limits = engine, tokenizer, name, limits
         self.max_model_len, self.began = max_model_len, int(time.time())
-        self.vocab_size = model.config.vocab_size
-        self.vocabulary = Vocabulary(decoder, self.vocab_size)
+        self.vocabulary = Vocabulary(decoder, model.config.vocab_size)
         self._decoder, self._config = decoder, model.config
         self._prompts = ThreadPoolExecutor(1, "serve-prompt")  # a tokenizer serves one at a time
         self._stop_ids = frozenset(tokenizer.stop_ids)
@@ -127,16 +126,13 @@ class Service:
         **wanted: Any,
     ) -> list[RunningAnswer]:
         """The answers to prompts, `n` to each, which run now. wanted: further fields of `Request`. Raises UserError."""
-        adapter, count, stop = self.adapter_of(body), body.n or 1, stop_texts(body, self.limits)
-        if count > self.limits.n or len(prompts) > self.limits.prompts:
-            most = f"{self.limits.prompts} prompts with {self.limits.n} answers each"
-            raise RequestError(f"A request may have {most}: send several.", param="n")
+        adapter, stop = self.adapter_of(body), [body.stop] if isinstance(body.stop, str) else body.stop or []
         for prompt in prompts:
-            check_room(prompt, max_tokens, self.max_model_len, self.vocab_size)
+            check_room(prompt, max_tokens, self.max_model_len)
         if body.ignore_eos and source is not None:
             raise RequestError("'ignore_eos' cannot be used with a grammar, which has an end.", param="ignore_eos")
         stop_ids = {*(() if body.ignore_eos else self._stop_ids), *(body.stop_token_ids or [])}
-        draws = samplers(body, count, self.vocab_size)
+        draws = samplers(body, body.n or 1)
         grammar = await run_in_threadpool(self.vocabulary.compile, source) if source is not None else None
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
         result: list[RunningAnswer] = []
@@ -173,7 +169,7 @@ class Service:
         if body.return_token_ids:
             for choice, one in zip(choices, answers, strict=True):
                 choice["token_ids"] = one.request.token_ids[: one.tokens]
-        return JSONResponse({**head, "choices": choices, "usage": usage(answers)})
+        return JSONResponse({**head, "choices": choices, "usage": usage(answers, body.n or 1)})
 
     # -- the smaller endpoints -----------------------------------------------------------------------------------------
 
@@ -187,7 +183,6 @@ class Service:
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len})
 
     async def detokenize(self, body: DetokenizeRequest, raw: Json) -> Response:
-        check_tokens(body.tokens, self.vocab_size)
         return JSONResponse({"prompt": await self.prepare(self.tokenizer.decode, body.tokens, False)})
 
     async def models(self, body: None, raw: None) -> Response:
@@ -249,12 +244,10 @@ class Service:
     async def complete(self, body: CompletionRequest, raw: Mapping[str, Any]) -> Response:
         given: Any = body.prompt
         prompts = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
-        if len(prompts) > self.limits.prompts:
-            raise RequestError(f"A request may have {self.limits.prompts} prompts: send several.", param="prompt")
         ids, texts = [], []
         for prompt in prompts:
             ids.append(await self.prepare(text_ids, self.tokenizer, prompt) if isinstance(prompt, str) else prompt)
-            check_room(ids[-1], None, self.max_model_len, self.vocab_size)  # before they are decoded
+            check_room(ids[-1], None, self.max_model_len)  # before they are decoded
             if body.echo:
                 texts.append(prompt if isinstance(prompt, str) else await self.prepare(self.tokenizer.decode, prompt))
         answers = await self.answers(
@@ -308,7 +301,7 @@ async def _events(
             for choice in format.deltas(piece):
                 yield _event({**head, "choices": [choice], **rest})
         if counted:
-            yield _event({**head, "choices": [], "usage": usage(answers)})
+            yield _event({**head, "choices": [], "usage": usage(answers, body.n or 1)})
     except RequestError as error:
         yield _event(error.body())
     yield "data: [DONE]\n\n"
@@ -318,15 +311,15 @@ def _event(value: Any) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-def usage(answers: Sequence[RunningAnswer]) -> Json:
-    """Of all answers of a request; a prompt of several counts once."""
-    prompts = {tuple(one.request.prompt): one.request for one in reversed(answers)}
-    prompt, completion = sum(map(len, prompts)), sum(one.tokens for one in answers)
+def usage(answers: Sequence[RunningAnswer], count: int) -> Json:
+    """Of all answers of a request, `count` to each prompt, which counts once."""
+    prompts = [one.request for one in answers[::count]]
+    prompt, completion = sum(len(one.prompt) for one in prompts), sum(one.tokens for one in answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in prompts.values())},
+        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in prompts)},
     }
 
 

@@ -8,7 +8,7 @@ characters, and llguidance's own limits, of which `LIMITS` lowers those that cos
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -89,8 +89,7 @@ def schema_grammar(schema: Any) -> str:
     """llguidance's form of a JSON schema, or of its text. Raises UserError."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
-        _check_length(text)
-        return LLMatcher.grammar_from_json_schema(text, overrides=JSON)
+        return LLMatcher.grammar_from_json_schema(_check_length(text), overrides=JSON)
     except (ValueError, RecursionError) as error:
         raise UserError(f"The JSON schema cannot be used: {error!s:.300}.") from None
 
@@ -102,33 +101,31 @@ def grammar_source(body: GenerationRequest) -> str | None:
         UserError: it has several, or one that is too long.
     """
     form, outputs = body.response_format, body.structured_outputs or StructuredOutputs.model_validate({})
-    schemas: list[Any] = [body.guided_json, outputs.json_, {"type": "object"} if outputs.json_object else None]
-    if form and form.type == "json_object":
-        schemas.append({"type": "object"})
-    elif form and form.type == "json_schema":
+    of_form = None
+    if form and form.type == "json_schema":
         if not form.json_schema:
             raise UserError("'response_format' of the type json_schema needs 'json_schema': add it.")
-        schemas.append(form.json_schema.schema_)
-    sources = [schema_grammar(schema) for schema in schemas if schema is not None]
-    for regex in (body.guided_regex, outputs.regex):
-        if regex is not None:
-            sources.append(LLMatcher.grammar_from_regex(_check_length(regex)))
-    for choices in (body.guided_choice, outputs.choice):
-        if choices is not None:
-            sources.append(LLMatcher.grammar_from_lark(_check_length(choice_grammar(choices))))
-    for grammar in (body.guided_grammar, outputs.grammar):
-        if grammar is not None:
-            sources.append(LLMatcher.grammar_from_lark(_check_length(grammar)))
+        of_form = form.json_schema.schema_
+    any_object = (form and form.type == "json_object") or outputs.json_object
+    given: list[tuple[Any, Callable[[Any], str]]] = [
+        *((schema, schema_grammar) for schema in (of_form, body.guided_json, outputs.json_)),
+        ({"type": "object"} if any_object else None, schema_grammar),
+        *((regex, LLMatcher.grammar_from_regex) for regex in (body.guided_regex, outputs.regex)),
+        *((choices, choice_grammar) for choices in (body.guided_choice, outputs.choice)),
+        *((grammar, LLMatcher.grammar_from_lark) for grammar in (body.guided_grammar, outputs.grammar)),
+    ]
+    sources = [_check_length(make(value)) for value, make in given if value is not None]
     if len(sources) > 1:
         raise UserError("An answer can follow one schema, regex or grammar: leave out the others.")
     return sources[0] if sources else None
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """One of these texts, in Lark's notation. Raises UserError if there is none."""
+    """llguidance's form of one of these texts. Raises UserError if there is none."""
     if not choices:
         raise UserError("There is no text to choose from: give at least one.")
-    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return LLMatcher.grammar_from_lark(f"start: {texts}")
 
 
 def _check_length(text: str) -> str:

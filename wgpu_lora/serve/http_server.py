@@ -124,13 +124,18 @@ def serve(
         decoder = read_model(model.path).tokenizer
         assert decoder
         server: list[_Server] = []
+
+        def stop() -> None:
+            for one in server:
+                one.should_exit = True
+
         thread = EngineThread(
             engine,
             make,
             adapters,
             name,
             engine.max_num_seqs + limits.queue,
-            lambda: setattr(server[0], "should_exit", True),
+            stop,
         )
         try:
             service = Service(thread, model, tokenizer, decoder, engine.max_model_len, name, limits)

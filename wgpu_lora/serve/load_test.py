@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,8 @@ from wgpu_lora.serve.client import ServerClient
 PERCENTILES = {"median": 50, "p95": 95, "p99": 99}
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Of a request. came: seconds from its beginning to each piece of text. tokens: of the answer."""
-
-    prompt_tokens: int
-    tokens: int
-    came: Sequence[float]
+# Of a request: tokens of its prompt and of its answer, and seconds from its beginning to each piece of text.
+Timing = tuple[int, int, list[float]]
 
 
 def measure(
@@ -43,12 +37,13 @@ def measure(
     def ask(number: int) -> Timing:
         body = {"prompt": prompts[number], "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         body["stream_options"] = {"include_usage": True}
-        begin, came, usage = time.perf_counter(), [], {"prompt_tokens": 0, "completion_tokens": 0}
+        came: list[float] = []
+        begin, usage = time.perf_counter(), {"prompt_tokens": 0, "completion_tokens": 0}
         for chunk in clients[number % len(clients)].events("/v1/completions", body):
             if any(choice["text"] for choice in chunk["choices"]):
                 came.append(time.perf_counter() - begin)
             usage = chunk.get("usage") or usage
-        return Timing(usage["prompt_tokens"], usage["completion_tokens"] or len(came), came)
+        return usage["prompt_tokens"], usage["completion_tokens"] or len(came), came
 
     begin = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
@@ -59,21 +54,20 @@ def measure(
 def figures(timings: Sequence[Timing], seconds: float, concurrency: int) -> dict[str, Any]:
     """Throughput per second, and milliseconds to the first token (ttft), per token after it (tpot: a request's mean),
     and between two pieces (itl)."""
-    shown = [one for one in timings if one.came]
-    tokens = sum(one.tokens for one in timings)
+    tokens = sum(answer for _, answer, _ in timings)
     result: dict[str, Any] = {
         "max_concurrency": concurrency,
         "completed": len(timings),
         "duration": seconds,
-        "total_input_tokens": sum(one.prompt_tokens for one in timings),
+        "total_input_tokens": sum(prompt for prompt, _, _ in timings),
         "total_output_tokens": tokens,
         "request_throughput": len(timings) / seconds,
         "output_throughput": tokens / seconds,
     }
     latencies = {
-        "ttft": [one.came[0] for one in shown],
-        "tpot": [(one.came[-1] - one.came[0]) / (one.tokens - 1) for one in shown if one.tokens > 1],
-        "itl": [gap for one in shown for gap in np.diff(one.came).tolist()],
+        "ttft": [came[0] for _, _, came in timings if came],
+        "tpot": [(came[-1] - came[0]) / (answer - 1) for _, answer, came in timings if came and answer > 1],
+        "itl": [gap for _, _, came in timings for gap in np.diff(came).tolist()],
     }
     for name, values in latencies.items():
         milliseconds = 1e3 * np.array(values or [0.0])

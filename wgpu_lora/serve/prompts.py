@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,9 @@ from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Limits:
-    """Of what clients may send. body: bytes. n: answers to a prompt, prompts: of a request. stop: texts.
-
-    queue: answers that wait, beside those that run. seconds: for the body.
-    """
+    """Of what clients may send. body: bytes, in this many seconds. queue: answers that wait, beside those that run."""
 
     body: int = 4 << 20
-    n: int = 16
-    prompts: int = 64
-    stop: int = 16
     queue: int = 256
     seconds: float = 30.0
 
@@ -69,9 +63,8 @@ def text_ids(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]
     return chat_prompt(tokenizer, text, prompt_format="text") if special else tokenizer.encode(text)
 
 
-def samplers(body: GenerationRequest, count: int, vocab_size: int) -> list[Sampler]:
+def samplers(body: GenerationRequest, count: int) -> list[Sampler]:
     """Of each of a prompt's answers: with a seed, of their own seeds from it on; without, of random ones."""
-    check_tokens(body.logit_bias or (), vocab_size)
     given: dict[str, Any] = {
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": body.top_p,
@@ -87,25 +80,8 @@ def samplers(body: GenerationRequest, count: int, vocab_size: int) -> list[Sampl
     return [Sampler(**given, seed=first + number) for number in range(count)]
 
 
-def stop_texts(body: GenerationRequest, limits: Limits) -> Sequence[str]:
-    """Raises UserError: there are too many, or one is empty."""
-    texts = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if len(texts) > limits.stop or not all(texts):
-        raise RequestError(f"'stop' may have {limits.stop} texts, none of them empty.", param="stop")
-    return texts
-
-
-def check_tokens(tokens: Collection[int], vocab_size: int) -> None:
-    """Raise RequestError if one is outside of the vocabulary."""
-    if (last := max(tokens, default=0)) >= vocab_size:
-        raise RequestError(f"Token {last} is not one of the model's {vocab_size:,}: use its own tokenizer.")
-
-
-def check_room(prompt: Sequence[int], new_tokens: int | None, length: int, vocab_size: int) -> None:
-    """Raises RequestError if a prompt with its answer has more than `length` tokens, or none, or unknown ones."""
-    if not prompt:
-        raise RequestError("The prompt has no tokens: give a text that is not empty.", param="prompt")
-    check_tokens(prompt, vocab_size)
+def check_room(prompt: Sequence[int], new_tokens: int | None, length: int) -> None:
+    """Raises RequestError if a prompt with its answer has more than `length` tokens."""
     wanted = f"{len(prompt):,} tokens" + (f" and an answer of {new_tokens:,}" if new_tokens else "")
     if len(prompt) + (new_tokens or 1) > length:
         raise RequestError(

@@ -5,7 +5,7 @@ Unknown fields are ignored, as clients send many, but for those in `REFUSED`: an
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -22,7 +22,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Text = Annotated[str, Field(min_length=1)]
 Json = dict[str, Any]
+T = TypeVar("T")
+Prompts = Annotated[list[T], Field(max_length=64)]
 
 
 class _Body(BaseModel):
@@ -70,10 +73,10 @@ class GenerationRequest(_Body):
     """What both endpoints have. `grammar`s are in Lark's notation, as llguidance reads it."""
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
@@ -136,7 +139,7 @@ class ChatRequest(GenerationRequest, ChatMessages):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | list[TokenId] | Prompts[str] | Prompts[list[TokenId]]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 

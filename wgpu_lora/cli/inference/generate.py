@@ -118,7 +118,7 @@ def generate(
     from wgpu_lora.atomic import check_new, write_new_bytes
     from wgpu_lora.infer.answers import answer_table, tokenizer_of
     from wgpu_lora.infer.named_adapters import BASE, model_of, named_adapters, slots_of
-    from wgpu_lora.infer.prompt_file import Request, kept_on_failure, read_requests, to_jsonl
+    from wgpu_lora.infer.prompt_file import Request, kept_on_failure, read_requests, row_of, to_jsonl
     from wgpu_lora.infer.prompts import check_text, prompt_notes
     from wgpu_lora.json_files import to_json
     from wgpu_lora.models.loaded_model import open_model
@@ -146,7 +146,14 @@ def generate(
         refuse_unused(ctx, OWN, "with --url")
         client = ServerClient(url, model)
         answers = served_answers(client, [one.prompt for one in requests], generation, batch_size or 16)
-        return _show_served(requests, answers, output, bool(prompts), as_json)
+        if output or prompts:
+            lines = to_jsonl([row_of(request, answer) for request, answer in zip(requests, answers, strict=True)])
+            write_new_bytes(output, lines, "--output") if output else print(lines.decode(), end="", flush=True)
+        elif as_json:
+            print_json([answer.as_dict() for answer in answers])
+        else:
+            print("\n\n".join(for_stdout(answer.text) for answer in answers), flush=True)
+        return 0
     adapters = named_adapters(adapter or [])
     comparison = compare or len(adapters) > 1
     slots = slots_of(adapters, compare) if comparison else {next(iter(adapters), BASE): 0 if adapters else None}
@@ -184,22 +191,6 @@ def generate(
         print_json([row for rows in row_lists for row in rows])
     else:
         show_answers(_titled(requests, result, comparison))
-    return 0
-
-
-def _show_served(requests: list[Request], answers: list[Answer], output: Path | None, rows: bool, as_json: bool) -> int:
-    from wgpu_lora.atomic import write_new_bytes
-    from wgpu_lora.infer.prompt_file import row_of, to_jsonl
-
-    lines = to_jsonl([row_of(request, answer) for request, answer in zip(requests, answers, strict=True)])
-    if output:
-        write_new_bytes(output, lines, "--output")
-    elif rows:
-        print(lines.decode(), end="", flush=True)
-    elif as_json:
-        print_json([answer.as_dict() for answer in answers])
-    else:
-        print("\n\n".join(for_stdout(answer.text) for answer in answers), flush=True)
     return 0
 
 
