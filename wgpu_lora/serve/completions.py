@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, TypeVar
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
@@ -20,8 +20,8 @@ from starlette.types import Receive, Scope, Send
 from wgpu_lora.infer.request import Request, TokenLogprobs
 from wgpu_lora.models.adapter_modules import read_adapter_for
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.serve.engine_thread import EngineThread, Piece, RunningAnswer, StreamedText, unavailable
-from wgpu_lora.serve.errors import RequestError
+from wgpu_lora.serve.engine_thread import EngineThread, Piece, RunningAnswer, StreamedText
+from wgpu_lora.serve.errors import RequestError, as_request_error
 from wgpu_lora.serve.grammars import Vocabulary, grammar_source
 from wgpu_lora.serve.prompts import Limits, check_room, conversation_ids, samplers, text_ids
 from wgpu_lora.serve.schema import (
@@ -38,7 +38,6 @@ from wgpu_lora.serve.schema import (
 from wgpu_lora.serve.tool_calls import MARKERS, ToolCallParser, call_grammar, tool_format
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
-T = TypeVar("T")
 LEAST = -9999.0  # a log-probability of minus infinity, which JSON does not have
 
 
@@ -69,7 +68,7 @@ class Service:
         ids = {tokenizer.token_id(text) or -1: text for text in MARKERS}
         self._markers = {token: text for token, text in ids.items() if token in tokenizer.special_ids}
 
-    async def prepare(self, act: Callable[..., T], *arguments: Any) -> T:
+    async def prepare(self, act: Callable[..., Any], *arguments: Any) -> Any:
         """The result of a function that uses the tokenizer, which may take long."""
         return await asyncio.get_running_loop().run_in_executor(self._prompts, partial(act, *arguments))
 
@@ -199,7 +198,7 @@ class Service:
 
     async def health(self, body: None, raw: None) -> Response:
         if self.engine.failure:
-            raise unavailable(self.engine.failure)
+            raise as_request_error(self.engine.failure, 503)
         return Response()
 
     async def metrics(self, body: None, raw: None) -> Response:

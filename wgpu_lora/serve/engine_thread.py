@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import sys
 import threading
 import time
 import traceback
@@ -17,19 +18,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device_errors import DeviceLost
 from wgpu_lora.infer.answers import StreamedAnswer
 from wgpu_lora.infer.engine import Engine
 from wgpu_lora.infer.request import Request, StepOutput, TokenLogprobs
-from wgpu_lora.serve.errors import RequestError
+from wgpu_lora.serve.errors import RequestError, as_request_error
 from wgpu_lora.serve.grammars import TokenGrammar
 from wgpu_lora.serve.metrics import Metrics
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
-
-T = TypeVar("T")
 
 
 class StreamedText(StreamedAnswer):
@@ -109,7 +108,7 @@ class EngineThread:
 
     # -- of the event loop ---------------------------------------------------------------------------------------------
 
-    async def call(self, act: Callable[[Engine], T]) -> T:
+    async def call(self, act: Callable[[Engine], Any]) -> Any:
         """What `act` returns or raises in the engine's thread, between two steps."""
         return await asyncio.wrap_future(self._submit(act))
 
@@ -121,7 +120,9 @@ class EngineThread:
             UserError: the engine refuses one.
         """
         if len(self._answers) + len(answers) > self._limit:
-            raise RequestError("The server is busy: ask again in a while.", 429, code="rate_limit_exceeded")
+            status = 429 if len(answers) <= self._limit else 400
+            text = f"The server runs or holds {self._limit} answers at a time: ask again in a while, or for fewer."
+            raise RequestError(text, status, code="rate_limit_exceeded")
         self._loop = asyncio.get_running_loop()
         self._answers |= {one.request: one for one in answers}
         try:
@@ -137,10 +138,10 @@ class EngineThread:
             if self._answers.pop(one.request, None):
                 self._submit(methodcaller("abort", one.request))
 
-    def _submit(self, act: Callable[[Engine], T]) -> Future[T]:
-        future: Future[T] = Future()
+    def _submit(self, act: Callable[[Engine], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
         if self.failure:
-            future.set_exception(unavailable(self.failure))
+            future.set_exception(as_request_error(self.failure, 503))
         else:
             self._commands.put((future, act))
         return future
@@ -172,7 +173,7 @@ class EngineThread:
                 self._fail(self.failure)
             while not self._commands.empty():
                 if command := self._commands.get():
-                    command[0].set_exception(unavailable(self.failure))
+                    command[0].set_exception(as_request_error(self.failure, 503))
             with suppress(Exception):
                 self._engine.close()
 
@@ -190,13 +191,13 @@ class EngineThread:
                 try:
                     future.set_result(act(self._engine))
                 except Exception as error:
-                    future.set_exception(unavailable(error) if isinstance(error, DeviceLost) else error)
+                    future.set_exception(as_request_error(error, 503) if isinstance(error, DeviceLost) else error)
                     if not isinstance(error, UserError) or isinstance(error, DeviceLost):
                         raise
 
     def _add(self, one: RunningAnswer, engine: Engine) -> None:
         if one.request not in self._answers:
-            raise unavailable(self.failure)  # it has been failed with those that ran
+            raise as_request_error(self.failure, 503)  # it has been failed with those that ran
         engine.add(one.request)
 
     def _pass_on(self, outputs: list[StepOutput]) -> None:
@@ -207,7 +208,9 @@ class EngineThread:
 
     def _recover(self, error: Exception) -> None:
         """End what runs with an error. If the device is lost, or the engine broken, make it again, once."""
-        if not isinstance(error, DeviceLost):
+        if isinstance(error, UserError):
+            print(f"wgpu-lora: {error}", file=sys.stderr, flush=True)
+        else:
             traceback.print_exception(error)
         self._fail(error)
         if isinstance(error, UserError) and not isinstance(error, DeviceLost):
@@ -224,7 +227,7 @@ class EngineThread:
             self._answers.pop(one.request, None)
             with suppress(Exception):
                 self._engine.abort(one.request)
-            self._texts.submit(self._end, one, Piece(one.index, error=unavailable(error)))
+            self._texts.submit(self._end, one, Piece(one.index, error=as_request_error(error, 503)))
 
     # -- of the texts' thread ------------------------------------------------------------------------------------------
 
@@ -234,7 +237,7 @@ class EngineThread:
                 try:
                     piece = self._piece(one, output, end)
                 except Exception as error:  # such as the tokenizer's child process that exceeded a limit
-                    piece = Piece(one.index, error=unavailable(error))
+                    piece = Piece(one.index, error=as_request_error(error, 503))
                 if not (piece.finish_reason or piece.error):
                     self._send(one, piece)
                 elif self._answers.pop(output.request, None):
@@ -273,12 +276,3 @@ class EngineThread:
         assert self._loop
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(one.pieces.put_nowait, piece)
-
-
-def unavailable(error: Exception | None) -> RequestError:
-    """What a request hears whose engine failed."""
-    if isinstance(error, RequestError):
-        return error
-    if isinstance(error, UserError):
-        return RequestError(error.problem + ".", 503)
-    return RequestError("The engine has ended: ask again in a while.", 503)

@@ -30,10 +30,10 @@ class RequestError(UserError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-def as_request_error(error: Exception) -> RequestError:
-    """An error of this package as one of the request; a fault of the server does not show what it was."""
+def as_request_error(error: Exception | None, status: int = 500) -> RequestError:
+    """An error as one of a request: of what it asked for, or, with another status, of the engine that computed it."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, UserError):
-        return RequestError(str(error))
-    return RequestError("The server failed on this request: it is a fault of the server, which its log shows.", 500)
+        return RequestError(str(error)) if status == 500 else RequestError(f"{error.problem}.", status)
+    return RequestError("The server failed: it is a fault of its own, which its log shows.", status)

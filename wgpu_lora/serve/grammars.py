@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -19,9 +19,6 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.serve.schema import GenerationRequest, StructuredOutputs
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
 MAX_TEXT = 1 << 17
 # States take up to 2 KB each; the others are llguidance's defaults, written down since they are promised.
 LIMITS = LLParserLimits(
@@ -29,7 +26,7 @@ LIMITS = LLParserLimits(
     max_lexer_states=20_000, max_grammar_size=100_000, verbose_errors=False,
 )  # fmt: skip
 # One space after ',' and ':', as most text has it: with free whitespace, a model may go on with it forever.
-JSON: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class TokenGrammar:
