@@ -64,6 +64,7 @@ class Service:
         self.vocabulary = Vocabulary(decoder, model.config.vocab_size)
         self._decoder, self._config = decoder, model.config
         self._prompts = ThreadPoolExecutor(1, "serve-prompt")  # a tokenizer serves one at a time
+        self._prompts.submit(self.vocabulary.bytes_of, 0)  # takes a second the first time
         self._stop_ids = frozenset(tokenizer.stop_ids)
         ids = {tokenizer.token_id(text) or -1: text for text in MARKERS}
         self._markers = {token: text for token, text in ids.items() if token in tokenizer.special_ids}
