@@ -66,7 +66,12 @@ ERRORS: list[tuple[str, Any, int, str]] = [
     ("/v1/chat/completions", {**CHAT, "stop": [""]}, 400, "stop"),
     ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
     ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"template_date": 5}}, 400, "date"),
-    ("/v1/chat/completions", {**CHAT, "continue_final_message": True, "add_generation_prompt": True}, 400, "both"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": " "}], "continue_final_message": True},
+        400,
+        "no text to continue",
+    ),
     ("/v1/completions", {"prompt": ""}, 400, "no tokens"),
     ("/v1/completions", {"prompt": []}, 400, "no tokens"),
     ("/v1/completions", {"prompt": [5000]}, 400, "4,099"),

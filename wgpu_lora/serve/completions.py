@@ -420,14 +420,16 @@ class TextFormat:
     def _logprobs(self, index: int, values: Sequence[TokenLogprobs | int]) -> Json:
         result: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for value in values:
-            text = self._text(value if isinstance(value, int) else value.token)
-            result["tokens"].append(text)
-            result["token_logprobs"].append(None if isinstance(value, int) else max(value.logprob, LEAST))
-            top = None if isinstance(value, int) else {self._text(t): max(p, LEAST) for t, p in value.top}
-            result["top_logprobs"].append(top)
-            result["text_offset"].append(self._offsets[index])
+            token, logprob, top = (value, None, None) if isinstance(value, int) else self._shown(value)
+            text = self._text(token)
+            for column, item in zip(result.values(), (text, logprob, top, self._offsets[index]), strict=True):
+                column.append(item)
             self._offsets[index] += len(text)
         return result
+
+    def _shown(self, value: TokenLogprobs) -> tuple[int, float, dict[str, float]]:
+        top = {self._text(token): max(logprob, LEAST) for token, logprob in value.top}
+        return value.token, max(value.logprob, LEAST), top
 
     def _text(self, token: int) -> str:
         return self._vocabulary.bytes_of(token).decode("utf-8", "replace")

@@ -45,8 +45,6 @@ def conversation_ids(tokenizer: Tokenizer, body: ChatMessages, raw: Mapping[str,
     if DATE in variables:
         check_date(str(variables[DATE]))
     final = messages[-1]["content"] if body.continue_final_message else None
-    if final is not None and body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
-        raise UserError("'continue_final_message' and 'add_generation_prompt' cannot both be true: choose one.")
     text = tokenizer.render(messages, tools, body.add_generation_prompt and final is None, variables)
     if final is not None:
         if not final.strip() or final.strip() not in text:

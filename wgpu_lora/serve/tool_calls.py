@@ -17,7 +17,7 @@ from secrets import token_hex
 from typing import Any
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.serve.grammars import schema_grammar
+from wgpu_lora.serve.grammars import JSON, schema_grammar
 from wgpu_lora.serve.schema import Json, Tool
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
@@ -141,7 +141,7 @@ def call_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool, tokeniz
         schema = tool.function.parameters or {"type": "object", "properties": {}}
         schema_grammar(schema)  # for its limits
         lines += [f'call_{number}: {json.dumps(head)} arguments_{number} "}}"']
-        lines += [f"arguments_{number}: %json {json.dumps({**schema, **SPACED})}"]
+        lines += [f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': JSON})}"]
     any_call = " | ".join(f"call_{number}" for number in range(len(tools)))
 
     def marker(text: str) -> str:
@@ -156,6 +156,3 @@ def call_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool, tokeniz
     else:
         start = "any"
     return "\n".join([f"start: {start}", f"any: {any_call}", *lines])
-
-
-SPACED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
