@@ -49,7 +49,7 @@ class Process(NamedTuple):
 @contextmanager
 def process(*arguments: str) -> Iterator[Process]:
     command = [sys.executable, "-m", "wgpu_lora", "serve", "--model", "demo", "--port", "0", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         try:
             assert running.stdout
             line = running.stdout.readline()
@@ -91,6 +91,29 @@ def test_it_serves_adapters_and_finishes_what_runs(adapters: dict[str, Path]) ->
         server.process.send_signal(signal.SIGTERM)
         assert list(chunks)[-1].choices[0].finish_reason == "length"
         assert server.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("ends", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
+def test_what_does_not_finish_in_time_is_cut_off(ends: list[signal.Signals], stream: bool) -> None:
+    seconds = "1" if len(ends) == 1 else "60"
+    with process("--max-model-len", "2048", "--max-num-seqs", "1", "--end-seconds", seconds) as server:
+        body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": stream}
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+            figure = 'num_requests_running{model_name="demo"} 1.0'
+            while figure not in httpx.get(f"{server.url}/metrics").text:
+                time.sleep(0.02)
+            begin = time.monotonic()
+            for end in ends:
+                server.process.send_signal(end)
+                time.sleep(0.3)
+            assert server.process.wait(20) == 0
+            assert time.monotonic() - begin < 15
+            error = answer.exception()
+            assert isinstance(error, httpx.HTTPError) if error else answer.result().status_code in (200, 503)
+        assert server.process.stderr
+        assert "Traceback" not in server.process.stderr.read()
 
 
 def test_a_unix_socket(tmp_path: Path) -> None:

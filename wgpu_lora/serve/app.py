@@ -86,6 +86,8 @@ def route(endpoint: Endpoint, service: Service, access: Access) -> Route:
             return await while_connected(request, endpoint.handler(body, raw))
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
+        except asyncio.CancelledError:  # by uvicorn, once its time to end is over
+            return error_response(RequestError("The server ends: ask again once it has started anew.", 503))
         except ValidationError as error:
             return error_response(wrong_body(error))
         except Exception as error:

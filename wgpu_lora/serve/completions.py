@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
@@ -272,7 +273,8 @@ class AnswerStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            with suppress(asyncio.CancelledError):  # by uvicorn, once its time to end is over
+                await super().__call__(scope, receive, send)
         finally:
             self._engine.stop(self._answers)
 
