@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from math import lcm
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from wgpu_lora.gpu import reference_values
 from wgpu_lora.gpu.kernel import Variants, cdiv
 from wgpu_lora.gpu.reference_values import random_values
-from wgpu_lora.gpu.tiling import MATRIX, PLAIN, Arrays, Capabilities, Constants, Tiling
+from wgpu_lora.gpu.tiling import MATRIX, PLAIN, WORKGROUP, Arrays, Capabilities, Constants, Tiling
 
 CHECKED = 32  # queries and keys of the cut that is checked, approximately
 SPREAD = ((8, 2), (8, 1), (4, 2), (4, 1), (2, 2), (2, 1))  # (rows, stream rows per lane), the most sharing first
@@ -58,6 +59,27 @@ def on_matrix_units(capabilities: Capabilities, c: Any, roles: int) -> list[Tili
     return [replace(one, m=unit.m, n=unit.n, k=unit.k)] if whole and rows > 0 and one.lanes <= 256 else []
 
 
+def through_workgroup(capabilities: Capabilities, c: Any, sums: int, scores: int) -> list[Tiling]:
+    """Tilings of the family `workgroup`, for many queries: those that fit a device's registers, the fewest loads first.
+
+    Threads across a block and held rows of a thread decide how many words it loads per multiply-add; columns past a
+    head's end are multiplied in vain. Larger workgroups share more loads.
+    """
+    if capabilities.software or c.rows <= FEW_QUERIES:
+        return []
+    fitting = []
+    for width, height in product((8, 16, 32), (8, 4)):
+        columns = cdiv(c.dim, 4 * width)  # vec4s of a thread
+        if height * (4 * sums * columns + 4 * scores) + OTHERS <= min(capabilities.registers, MOST):
+            waste = 4 * width * columns / c.dim
+            loads = scores * (1 / height + 1 / 4) + sums * waste * (1 / height + 1 / (4 * columns))
+            fitting.append((loads, width, height))
+    best = [(width, height) for _, width, height in sorted(fitting)[:1]]
+    return [
+        Tiling(WORKGROUP, width * down, height * down, span=4 * width) for width, height in best for down in (8, 4)
+    ]
+
+
 def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Variants:
     """Tilings of a kernel, which differ by the values that a lane holds.
 
@@ -75,8 +97,9 @@ def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Vari
 
     def on_lanes(capabilities: Capabilities, c: Any) -> list[Tiling]:
         plain, size = Tiling("plain", 32), capabilities.subgroup_size
+        shared = through_workgroup(capabilities, c, sums, scores)
         if size < 4:
-            return [plain]
+            return [*shared, plain]
         if kept and c.rows <= FEW_QUERIES:
             # In decoding each row is of another sequence, whose cache one workgroup reads once for a key head's group.
             held = max(n for n in range(1, min(size, 8) + 1) if c.group % n == 0)
@@ -92,7 +115,7 @@ def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Vari
             return [*(Tiling("broadcast", size, rows=n, wide=capabilities.int64) for n in rows), plain]
         one = Tiling("spread", size, cols=width_of(c.dim, size))
         spread = [replace(one, rows=min(rows, size), span=span) for rows, span in SPREAD]
-        return [one for one in spread if fits(one, capabilities, c)][:OFFERED] or spread[-1:]
+        return [*shared, *([one for one in spread if fits(one, capabilities, c)][:OFFERED] or spread[-1:])]
 
     return variants
 
