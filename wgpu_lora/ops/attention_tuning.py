@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import product
 from math import lcm
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ CHECKED = 32  # queries and keys of the cut that is checked, approximately
 SPREAD = ((8, 2), (8, 1), (4, 2), (4, 1), (2, 2), (2, 1))  # (rows, stream rows per lane), the most sharing first
 OFFERED = 3  # of these
 FEW_QUERIES = 8  # tokens
+ADDRESSES = 24  # registers of a thread of the family `workgroup` for these and a few others
+LOADS = 16  # registers for what a thread loads at once for others, where half of the threads do
 OTHERS = 38  # registers for addresses, loaded vectors and loop counters, as GPU compilers allocate them
 CACHE = 24 << 10  # bytes that a subgroup holds on a CPU, so that they stay in the first cache
 COLUMNS = 128  # of a head that a subgroup holds in matrices
@@ -59,25 +62,28 @@ def on_matrix_units(capabilities: Capabilities, c: Any, roles: int) -> list[Tili
     return [replace(one, m=unit.m, n=unit.n, k=unit.k)] if whole and rows > 0 and one.lanes <= 256 else []
 
 
-def through_workgroup(capabilities: Capabilities, c: Any, sums: int, scores: int) -> list[Tiling]:
-    """Tilings of the family `workgroup`, for many queries: those that fit a device's registers, the fewest loads first.
+def through_workgroup(capabilities: Capabilities, c: Any, sums: int, scores: int, kept: int) -> list[Tiling]:
+    """Tilings of the family `workgroup`, for many queries: the one that loads the fewest words per multiply-add and fits
+    a device's registers, the same with half the rows, whose threads load more at once, and the one with the fewest
+    registers.
 
-    Threads across a block and held rows of a thread decide how many words it loads per multiply-add; columns past a
-    head's end are multiplied in vain. Larger workgroups share more loads.
+    They differ by the threads across a block and the held rows of a thread. Columns past a head's end cost loads, too.
     """
     if capabilities.software or c.rows <= FEW_QUERIES:
         return []
     fitting = []
-    for width, height in product((8, 16, 32), (8, 4)):
-        columns = cdiv(c.dim, 4 * width)  # vec4s of a thread
-        if height * (4 * sums * columns + 4 * scores) + OTHERS <= min(capabilities.registers, MOST):
-            waste = 4 * width * columns / c.dim
-            loads = scores * (1 / height + 1 / 4) + sums * waste * (1 / height + 1 / (4 * columns))
-            fitting.append((loads, width, height))
-    best = [(width, height) for _, width, height in sorted(fitting)[:1]]
-    return [
-        Tiling(WORKGROUP, width * down, height * down, span=4 * width) for width, height in best for down in (8, 4)
-    ]
+    for across, height in product((8, 16, 32), (8, 4)):
+        vectors = cdiv(c.dim, 4 * across)  # of a thread's columns
+        registers = height * (4 * sums * vectors + 4 * scores + kept) + 16 * vectors + ADDRESSES
+        words = scores * (1 / height + 1 / 4) + sums * (1 / height + 1 / (4 * vectors)) * 4 * across * vectors / c.dim
+        if registers <= capabilities.registers:
+            fitting.append((words, registers, across, height))
+    if not fitting:
+        return []
+    best, small = min(fitting), min(fitting, key=itemgetter(1, 0))
+    half = [(*best[2:], 4)] if best[1] + LOADS <= capabilities.registers else []
+    chosen = dict.fromkeys([(*best[2:], 8), *half, (*small[2:], 8)])
+    return [Tiling(WORKGROUP, across * down, height * down, span=4 * across) for across, height, down in chosen]
 
 
 def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Variants:
@@ -97,7 +103,7 @@ def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Vari
 
     def on_lanes(capabilities: Capabilities, c: Any) -> list[Tiling]:
         plain, size = Tiling("plain", 32), capabilities.subgroup_size
-        shared = through_workgroup(capabilities, c, sums, scores)
+        shared = through_workgroup(capabilities, c, sums, scores, kept)
         if size < 4:
             return [*shared, plain]
         if kept and c.rows <= FEW_QUERIES:
