@@ -69,7 +69,7 @@ def through_workgroup(capabilities: Capabilities, c: Any, sums: int, scores: int
 
     They differ by the threads across a block and the held rows of a thread. Columns past a head's end cost loads, too.
     """
-    if capabilities.software or c.rows <= FEW_QUERIES:
+    if capabilities.software or capabilities.decoding or c.rows <= FEW_QUERIES:
         return []
     fitting = []
     for across, height in product((8, 16, 32), (8, 4)):
@@ -106,8 +106,9 @@ def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Vari
         shared = through_workgroup(capabilities, c, sums, scores, kept)
         if size < 4:
             return [*shared, plain]
-        if kept and c.rows <= FEW_QUERIES:
+        if getattr(c, "block", 0) and (capabilities.decoding or not capabilities.software):
             # In decoding each row is of another sequence, whose cache one workgroup reads once for a key head's group.
+            # Whose rows those beside it are then changes nothing.
             held = max(n for n in range(1, min(size, 8) + 1) if c.group % n == 0)
             few = [Tiling("spread", size, held, width_of(c.dim, size), span) for span in (2, 1)]
             result = [one for one in few if capabilities.software or fits(one, capabilities, c)]
@@ -131,7 +132,7 @@ class AttentionTuning:
     """Inputs are one causal sequence of the call's size, whose last rows are the queries."""
 
     sizes: tuple[str, ...] = ("rows", "keys")
-    later: tuple[str, ...] = ("cap", "compute_dtype")
+    later: tuple[str, ...] = ("cap", "compute_dtype", "block", "cache_dtype")
 
     def work(self, c: Constants) -> float:
         """Multiply-adds of the scores if every query saw all keys."""
@@ -140,11 +141,10 @@ class AttentionTuning:
 
     def cut(self, c: Constants, tiling: Tiling) -> Constants:
         rows = reference_values.cut_size(c["rows"], lcm(CHECKED, held_rows(tiling)))
-        return (
-            c
-            | {"rows": rows}
-            | ({"keys": rows + reference_values.cut_size(c["keys"] - c["rows"], CHECKED)} if "keys" in c else {})
-        )
+        if "keys" not in c:
+            return c | {"rows": rows}
+        keys, block = rows + reference_values.cut_size(c["keys"] - c["rows"], CHECKED), c.get("block") or 1
+        return c | {"rows": rows, "keys": block * cdiv(keys, block)}
 
     def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
         rows, heads = c["rows"], c["kv_heads"] * c["group"]
@@ -161,6 +161,10 @@ class AttentionTuning:
             largest, rest = np.abs(arrays["dy"]).max(axis=2), np.zeros((rows, heads), np.float32)
             arrays["stats"] = np.stack([rest + 4, rest, largest, rest], axis=2)
         arrays |= {"ranges": ranges.astype(np.uint32)}
+        if c.get("block"):
+            arrays["blocks"] = rng.permutation(keys // c["block"]).astype(np.uint32)
+            if c["cache_dtype"] == "f16":
+                arrays |= {name: arrays[name].astype(np.float16) for name in "kv"}
         return {name: arrays[name] for name in present}
 
 
