@@ -63,13 +63,13 @@ def on_matrix_units(capabilities: Capabilities, c: Any, roles: int) -> list[Tili
 
 
 def through_workgroup(capabilities: Capabilities, c: Any, sums: int, scores: int, kept: int) -> list[Tiling]:
-    """Tilings of the family `workgroup`, for many queries: the one that loads the fewest words per multiply-add and fits
-    a device's registers, the same with half the rows, whose threads load more at once, and the one with the fewest
-    registers.
+    """Tilings of the family `workgroup`, for many queries: the one that loads the fewest words per multiply-add and
+    fits a device's registers, the same with half the rows, whose threads load more at once, and the one with the
+    fewest registers.
 
     They differ by the threads across a block and the held rows of a thread. Columns past a head's end cost loads, too.
     """
-    if capabilities.software or capabilities.decoding or c.rows <= FEW_QUERIES:
+    if capabilities.software or c.rows <= FEW_QUERIES or getattr(c, "block", 0):  # a cache's rows must not share blocks
         return []
     fitting = []
     for across, height in product((8, 16, 32), (8, 4)):

@@ -50,7 +50,7 @@ def cases(
     heads = kv_heads * group
 
     def forward(rng: np.random.Generator) -> Arrays:
-        arrays = synthetic(attention.attention_forward, rng, {**shape, "keys": keys})
+        arrays = synthetic(attention.attention_forward, rng, {**shape, "keys": keys}, "blocks")
         return {**arrays, "ranges": ranges, "y": poison(rows, heads, dim), "lse": poison(rows, heads)}
 
     def gradients(kernel: Kernel, rng: np.random.Generator) -> Arrays:
