@@ -276,7 +276,9 @@ def test_texts_are_valid_within_default_limits(device: Device, dawn: Device | No
         assert not re.search(r"(&&|\|\|)[^;{}]*\bsubgroup[A-Z]", text)
         (size,) = re.findall(r"@workgroup_size\(([^)]*)\)", text)
         assert np.prod([int(part) for part in size.split(",")]) <= 256
-        shared = re.findall(r"var<workgroup>\s*\w+\s*:\s*array<(?:f32|u32|i32|vec([24])<f32>), *(\d+)>", text)
+        shared = re.findall(
+            r"var<workgroup>\s*\w+\s*:\s*array<(?:f32|u32|i32|atomic<u32>|vec([24])<f32>), *(\d+)>", text
+        )
         assert text.count("var<workgroup>") == len(shared)
         assert sum(4 * int(width or 1) * int(count) for width, count in shared) <= 16384
 

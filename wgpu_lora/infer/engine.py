@@ -425,20 +425,21 @@ class Engine:
                 request.grammar.fill_mask(words)
                 self.device.write(state.masks.storage.buffer, words, words.nbytes * i)
                 masked[i] = 1
-            tokens, factors, less = request.sampling.edits(request.prompt, request.token_ids)
-            if tokens.size:
+            if request.sampling.edits_logits:
+                tokens, factors, less = request.sampling.edits(request.prompt, request.token_ids)
                 index = (i * state.vocab + tokens).astype(np.uint32)
                 edits.append(np.stack([index, factors.view(np.uint32), less.view(np.uint32), 0 * index], axis=1))
         write(self.device, state.masked, masked)
         self.device.write(state.params.storage.buffer, params.view(np.uint32))
-        self._run(head.logits)
-        whole = np.concatenate(edits) if edits else np.zeros((0, 4), np.uint32)
-        for start in range(0, len(whole), EDITS):
-            part = np.full((EDITS, 4), NO_TOKEN, np.uint32)
-            part[: len(whole[start : start + EDITS])] = whole[start : start + EDITS]
-            self.device.write(state.edits.storage.buffer, part)
-            self._run(self.programs.edits)
-        self._run(head.sample)
+        self._run(head.logits if edits else head.choose)
+        if edits:
+            whole = np.concatenate(edits)
+            for start in range(0, len(whole), EDITS):
+                part = np.full((EDITS, 4), NO_TOKEN, np.uint32)
+                part[: len(whole[start : start + EDITS])] = whole[start : start + EDITS]
+                self.device.write(state.edits.storage.buffer, part)
+                self._run(self.programs.edits)
+            self._run(head.sample)
         return self.device.read(state.ids.storage.buffer, 4 * rows).view(np.uint32).astype(np.int64)
 
     def _logprobs(self, head: Head, targets: np.ndarray) -> list[TokenLogprobs]:

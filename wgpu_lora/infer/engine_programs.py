@@ -27,7 +27,15 @@ from wgpu_lora.ops.sampling import PARAMS, edit_scores, mask_logits, sample_toke
 from wgpu_lora.ops.sparse_logits import top_k
 from wgpu_lora.text import count_noun
 
-BUCKETS = (16, 64, 256, 1024)  # rows of the prefill programs; each is compiled when a prompt first needs it
+BUCKETS = (
+    16,
+    32,
+    64,
+    128,
+    256,
+    512,
+    1024,
+)  # rows of the prefill programs; each is compiled when a prompt first needs it
 EDITS = 4096  # of scores, in one dispatch
 TOP = 20  # tokens whose log-probabilities can be returned beside the token's own
 
@@ -165,8 +173,7 @@ class Step:
         assert 0 < size <= self.tokens, f"{size} tokens in a step of {self.tokens}"
         # Keys are counted as if the blocks of the step's sequences were one after the other.
         counts = np.array([len(blocks) for blocks in rows.blocks])
-        begins = np.append(0, np.flatnonzero(np.diff(rows.sequences)) + 1)
-        of_rows = np.cumsum(np.isin(np.arange(size), begins)) - 1  # the index of each row's sequence in the step
+        of_rows = np.cumsum(np.diff(rows.sequences, prepend=rows.sequences[0]) != 0)  # each row's index among them
         base = BLOCK * (np.cumsum(counts) - counts)[of_rows]
         table = np.concatenate([np.asarray(blocks, np.int64) for blocks in rows.blocks])
         keys = base + rows.positions
@@ -192,14 +199,16 @@ class Step:
 class Head:
     """The programs that choose the next tokens of the first `rows` rows of the newest hidden states.
 
-    logits: computes logits, and scores from them and the masks. sample: tokens from scores. logprobs: the softmax's
-    state with the targets' logits, and the TOP largest logits, after which the logits are lost.
+    logits: computes logits, and scores from them and the masks. sample: tokens from scores. choose: both, if there are
+    no edits in between. logprobs: the softmax's state with the targets' logits, and the TOP largest logits, after which
+    the logits are lost.
     """
 
     def __init__(self, device: Device, decoder: Decoder, state: EngineState, rows: int):
         self.logits = Program(device, f"head of {rows} rows", decoding=True)
-        self.logprobs = Program(device, f"log-probabilities of {rows} rows")
+        self.choose = Program(device, f"head of {rows} rows with choice of tokens", decoding=True)
         self.sample = Program(device, f"choice of {rows} tokens")
+        self.logprobs = Program(device, f"log-probabilities of {rows} rows")
 
         def some(tensor: Tensor) -> Tensor:
             return tensor.rows(0, rows)
@@ -208,20 +217,21 @@ class Head:
         for number, ((first, part), whole) in enumerate(zip(decoder.head.chunks(), state.logits, strict=True)):
             logits = some(whole)
             shape: dict[str, Any] = {"rows": rows, "cols": part.rows, "first": first}
-            head_logits(self.logits.dispatch, some(state.hidden), decoder.head, part, logits)
-            self.logits.dispatch(
-                mask_logits, logits, some(state.masked), some(state.masks), scores, vocab=state.vocab, **shape
-            )
+            for program in (self.logits, self.choose):
+                head_logits(program.dispatch, some(state.hidden), decoder.head, part, logits)
+                masks = some(state.masked), some(state.masks)
+                program.dispatch(mask_logits, logits, *masks, scores, vocab=state.vocab, **shape)
             new, old = number % 2, (number + 1) % 2
             largest = (state.top[old], state.top_ids[old], state.top[new], state.top_ids[new])
             self.logprobs.dispatch(top_k, logits, state.count, *map(some, largest), k=kept, **shape)
             of_softmax = (some(state.targets), state.count, some(state.softmax), some(state.rescale))
             self.logprobs.dispatch(softmax_chunk, logits, *of_softmax, **shape)
         self.last = (len(state.logits) - 1) % 2  # which of the state's `top` has the result
-        self.sample.dispatch(sample_tokens, scores, some(state.params), some(state.ids), rows=rows, cols=state.vocab)
+        for program in (self.choose, self.sample):
+            program.dispatch(sample_tokens, scores, some(state.params), some(state.ids), rows=rows, cols=state.vocab)
 
     def programs(self) -> tuple[Program, ...]:
-        return self.logits, self.sample, self.logprobs
+        return self.logits, self.sample, self.choose, self.logprobs
 
 
 class Programs:

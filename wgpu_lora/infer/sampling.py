@@ -74,6 +74,11 @@ class Sampler:
         top_k, temperature = min(self.top_k, 2**32 - 1), max(self.temperature, 1e-30)  # as f32 has
         return temperature, self.top_p, self.min_p, uniform(self.seed, position), top_k, (0, 0, 0)
 
+    @property
+    def edits_logits(self) -> bool:
+        """Whether there are penalties or biases."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.logit_bias)
+
     def edits(self, prompt: Sequence[int], answer: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(tokens int64, factors, differences) of `ops.sampling.edit_scores` after these tokens."""
         differences: dict[int, float] = {token: -bias for token, bias in self.logit_bias.items()}

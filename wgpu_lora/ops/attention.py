@@ -8,7 +8,7 @@ import numpy as np
 
 from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, Out, Word, by_subgroup, cdiv, kernel, row_grid
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.ops.attention_tuning import TUNING, held_rows, one_head, some_queries, tilings
+from wgpu_lora.ops.attention_tuning import TUNING, AttentionTuning, held_rows, one_head, some_queries, tilings
 from wgpu_lora.ops.recorder import Recorder
 
 Shape = dict[str, Any]
@@ -47,7 +47,7 @@ def _rows_first(x: np.ndarray) -> np.ndarray:
     lib=("tanh",),
     grid=_over_queries,
     variants=tilings(sums=1, scores=1, kept=2),
-    tuning=TUNING,
+    tuning=AttentionTuning(later=("cap", "compute_dtype", "block", "cache_dtype")),
     part=some_queries,
 )
 def attention_forward(

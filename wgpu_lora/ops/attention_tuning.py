@@ -132,7 +132,7 @@ class AttentionTuning:
     """Inputs are one causal sequence of the call's size, whose last rows are the queries."""
 
     sizes: tuple[str, ...] = ("rows", "keys")
-    later: tuple[str, ...] = ("cap", "compute_dtype", "block", "cache_dtype")
+    later: tuple[str, ...] = ("cap", "compute_dtype")
 
     def work(self, c: Constants) -> float:
         """Multiply-adds of the scores if every query saw all keys."""
@@ -165,7 +165,7 @@ class AttentionTuning:
             arrays["blocks"] = rng.permutation(keys // c["block"]).astype(np.uint32)
             if c["cache_dtype"] == "f16":
                 arrays |= {name: arrays[name].astype(np.float16) for name in "kv"}
-        return {name: arrays[name] for name in present}
+        return {name: arrays[name] for name in present if name in arrays}
 
 
 TUNING = AttentionTuning()
