@@ -122,6 +122,17 @@ def test_a_prompt_that_began_before_is_not_computed_again(engine: Engine, rng: n
         assert request.cached_tokens == cached
 
 
+def test_requests_with_one_prompt_compute_it_once(engine: Engine, rng: np.random.Generator) -> None:
+    ids = rng.integers(3, 90, 40).tolist()
+    requests = [Request([*ids], "a0", Sampler(1.0, seed=seed), 4) for seed in range(5)]
+    other = Request([9, 9, 9], "a0", max_new_tokens=1)
+    before = engine.stats()
+    run(engine, [*requests[:3], other, *requests[3:]])
+    assert [request.cached_tokens for request in (*requests, other)] == [0, 32, 32, 32, 32, 0]
+    assert engine.stats().cached_tokens - before.cached_tokens == 4 * 32
+    assert len({tuple(request.token_ids) for request in requests}) > 1
+
+
 def test_an_adapter_of_the_same_name_has_no_cache_of_the_one_before(engine: Engine, tmp_path: Path) -> None:
     ids = list(range(3, 40))
     answers = []
@@ -264,6 +275,21 @@ def test_an_aborted_request_gives_its_place_up_before_the_next_step(engine: Engi
     assert engine.stats().cache_usage == 0
 
 
+def test_a_step_computes_no_more_of_prompts_than_it_may(qwen2: LoadedModel, rng: np.random.Generator) -> None:
+    """Of 40 tokens at most, and so of 16, in one program."""
+    ids, sizes = rng.integers(3, 90, 50).tolist(), []
+    engine = Engine(qwen2, **{**SMALL, "max_num_batched_tokens": 40})
+    try:
+        engine.add(Request(ids, max_new_tokens=2))
+        engine.add(Request(ids[:3], max_new_tokens=2))
+        while engine.busy:
+            engine.step()
+            sizes.append(engine.step_tokens)
+    finally:
+        engine.close()
+    assert sizes == [(16, 0), (16, 0), (16, 0), (5, 0), (0, 2)]
+
+
 def test_a_small_cache_makes_requests_wait(qwen2: LoadedModel, rng: np.random.Generator) -> None:
     many = prompts(rng, 12, qwen2.config.vocab_size, 30)
     engines = [Engine(qwen2, **SMALL, cache_tokens=tokens) for tokens in (64, 512)]
@@ -308,6 +334,7 @@ def test_keys_and_values_in_f16_cost_little_accuracy(device: Device, rng: np.ran
     [
         ({"max_model_len": 0}, "capacity of 0 tokens"),
         ({"max_model_len": 129}, "supports 1 to 128"),
+        ({"max_num_seqs": 0}, "0 sequences"),
         ({"max_model_len": 64, "cache_tokens": 63}, "cache of 63 tokens is too small"),
     ],
 )
@@ -333,3 +360,18 @@ def test_impossible_requests_are_refused(engine: Engine, request_: Request, mess
     with pytest.raises(UserError, match=message):
         engine.add(request_)
     assert not engine.busy
+
+
+def test_a_cache_without_a_size_is_as_large_as_a_binding_allows(
+    device: Device, qwen2: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qwen2.load_weights()
+    monkeypatch.setattr(device, "max_binding", 1 << 17)
+    engine = Engine(qwen2, **{**SMALL, "max_num_seqs": 64})
+    try:
+        largest = engine.state.cache.largest()[1]
+        assert 1 << 16 < largest <= 1 << 17
+        assert engine.state.limits.blocks < 64 * 64 // 16
+        assert run(engine, [Request([5, 6, 7], max_new_tokens=3)])
+    finally:
+        engine.close()

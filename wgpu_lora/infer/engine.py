@@ -19,7 +19,7 @@ from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.peft_adapter import Matrices
 from wgpu_lora.formats.peft_config import AdapterConfig
-from wgpu_lora.gpu.device_errors import with_option_advice
+from wgpu_lora.gpu.device_errors import BindingTooLarge, with_option_advice
 from wgpu_lora.gpu.kernel import cdiv
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage, Tensor
@@ -64,7 +64,8 @@ class Engine:
         model: its weights are loaded if needed.
         max_model_len: tokens of a sequence including the prompt; by default 4096, or the model's limit.
         max_num_seqs: sequences that run together.
-        max_num_batched_tokens: tokens of prompts in a step, which decide how long it takes at most.
+        max_num_batched_tokens: tokens of prompts in a step, which decide how long it takes at most; of `buckets`, the
+            largest that is not more.
         cache_tokens: of all sequences; by default as many as they can need, or as many as there is memory for.
         cache_dtype: f32, or f16 for half the memory and keys and values that are rounded to 11 bits.
         max_loras, max_lora_rank, dora, max_cpu_loras: see `AdapterSlots`.
@@ -99,6 +100,8 @@ class Engine:
             raise UserError(
                 f"A capacity of {length:,} tokens is not possible: {model.name} supports 1 to {limit:,} tokens."
             )
+        if max_num_seqs < 1:
+            raise UserError(f"{max_num_seqs} sequences are not possible: use at least one.")
         if cache_tokens is not None and cache_tokens < length:
             raise UserError(
                 f"A cache of {cache_tokens:,} tokens is too small for a sequence of {length:,}: use at least that many."
@@ -107,8 +110,8 @@ class Engine:
         self.slots: AdapterSlots | FixedSlots = FixedSlots(adapters)
         if adapters is None and max_loras:
             self.slots = AdapterSlots(model, max_loras, max_lora_rank, dora, max_cpu_loras)
-        self._most_rows = max(max_num_batched_tokens, buckets[0])
-        fitting = tuple(size for size in buckets if size <= self._most_rows)
+        fitting = tuple(size for size in buckets if size <= max(max_num_batched_tokens, buckets[0]))
+        self._most_rows = fitting[-1]
         self._waiting: deque[Request] = deque()
         self._running: list[_Sequence] = []
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
@@ -122,7 +125,7 @@ class Engine:
             try:
                 self._open(EngineLimits(max_num_seqs, length, blocks, fitting, cache_dtype), events)
                 return
-            except NoRoomError:
+            except (NoRoomError, BindingTooLarge):
                 self.close()
                 blocks //= 2
                 if cache_tokens is not None or blocks * BLOCK < length:
@@ -155,6 +158,11 @@ class Engine:
         self._run(programs.shared)
         self.slots.open()
         for program in self.slots.programs:
+            self._build(program)
+
+    def compile(self) -> None:
+        """Compile all programs, so that no step has to."""
+        for program in self.programs.all():
             self._build(program)
 
     def close(self) -> None:
@@ -258,8 +266,12 @@ class Engine:
         return self._choose([*self._in_order(decoding), *ready]) if decoding or ready else []
 
     def _admit(self) -> None:
-        while self._waiting and self._places:
-            request = self._waiting[0]
+        """Begin requests in the order that they came, as far as there is room. One whose prompt begins as another's
+        that is being computed waits for that."""
+        computing = {key for s in self._running for key in s.keys[s.computed // BLOCK :]}
+        for request in list(self._waiting):
+            if not self._places:
+                return
             end = len(request.prompt) + (request.max_new_tokens or self.max_model_len)
             switch = self.model.config.switch()
             # Keys of a sequence that becomes longer than this are computed twice.
@@ -270,6 +282,9 @@ class Engine:
             keys = block_keys((adapter, long), request.prompt) if shares else []
             usable = [] if request.prompt_logprobs else keys[: (len(request.prompt) - 1) // BLOCK]
             blocks = self._pool.cached(usable)
+            if computing.intersection(usable[len(blocks) : len(blocks) + 1]):
+                self._pool.release(blocks)
+                continue
             count = cdiv(min(end, self.max_model_len), BLOCK) - len(blocks)
             slot: int | None = -1
             if count <= self._pool.available and request.adapter is not None:
@@ -277,7 +292,7 @@ class Engine:
             if count > self._pool.available or slot is None:
                 self._pool.release(blocks)
                 return
-            self._waiting.popleft()
+            self._waiting.remove(request)
             request.cached_tokens = BLOCK * len(blocks)
             self._prompt_tokens += len(request.prompt)
             self._cached_tokens += request.cached_tokens
@@ -286,6 +301,7 @@ class Engine:
                 np.array(request.prompt, np.int64), request.cached_tokens,
             )  # fmt: skip
             self._running.append(sequence)
+            computing.update(keys[len(blocks) :])
 
     def _end(self, sequence: _Sequence) -> None:
         self._running.remove(sequence)
