@@ -14,11 +14,11 @@ from wgpu_lora.gpu.backends import WGPU
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_list import MAPPABLE
 from wgpu_lora.gpu.dispatch import Dispatch
-from wgpu_lora.gpu.kernel import Kernel
+from wgpu_lora.gpu.kernel import Kernel, cdiv
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor, persistent
 from wgpu_lora.gpu.tiling import Tiling
-from wgpu_lora.infer.generation_programs import Programs
+from wgpu_lora.infer.engine_programs import EngineLimits, Programs
 from wgpu_lora.models.batch_inputs import Tables
 from wgpu_lora.models.blocks.transformer_block import Transformer
 from wgpu_lora.models.loaded_model import LoadedModel
@@ -26,6 +26,7 @@ from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.models.quant_constants import QuantConstants, quant_constants
 from wgpu_lora.models.synthetic_models import synthetic_model
+from wgpu_lora.ops.attention import BLOCK
 from wgpu_lora.ops.linear import input_squares
 from wgpu_lora.ops.matmul_tuning import block
 from wgpu_lora.ops.matrix_stack import sizes
@@ -272,16 +273,17 @@ def _fit(weight: LowBitWeight, device: Device) -> Program:
 
 def _generation(model: LoadedModel, selection: Selection) -> Programs:
     adapters = adapter_set(model.config, model.device, selection.rank)
-    return Programs.record(model.device, model.decoder, adapters, 1, CACHED, (selection.tokens,))
+    limits = EngineLimits(1, CACHED, cdiv(CACHED, BLOCK), (selection.tokens,))
+    return Programs(model.device, model.decoder, adapters, limits)
 
 
 def _prefill(model: LoadedModel, selection: Selection) -> list[Program]:
-    return [step.program for step in _generation(model, selection).prefill]
+    return [step.program for step in _generation(model, selection).prefill.values()]
 
 
 def _decode(model: LoadedModel, selection: Selection) -> list[Program]:
     programs = _generation(model, selection)
-    return [programs.decode.program, programs.head, programs.shared]
+    return [programs.decode[1].program, programs.heads[1].logits, programs.heads[1].sample, programs.shared]
 
 
 def _teacher(model: LoadedModel, selection: Selection) -> list[Program]:

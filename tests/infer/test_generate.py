@@ -30,7 +30,6 @@ from wgpu_lora.formats.peft_adapter import tensor_name, write_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer import Evaluator, Generation, Generator, Sampler, chat_prompt, evaluate, load_adapters
-from wgpu_lora.infer.generator import reusable_prefix
 from wgpu_lora.models.adapter_set import fix_gains
 from wgpu_lora.models.batch_inputs import Segment
 
@@ -58,10 +57,16 @@ def prompts():
     return [row[:n].tolist() for row, n in zip(golden_rows(golden("mistral"), "input_ids"), (5, 3, 7), strict=True)]
 
 
+def next_logits(generator, prompt):
+    found = []
+    generator.generate([prompt], max_new_tokens=1, on_token=lambda *_: found.append(generator.last_logits()))
+    return found[0]
+
+
 def check_every_prefix(generator, model, ids):
     (expected,) = full_logits(model, [Segment(ids)])
     for length in range(1, len(ids) + 1):
-        (found,) = generator.next_logits([ids[:length]], [None])
+        found = next_logits(generator, ids[:length])
         assert relative_error(found, expected[length - 1]) < 1e-5, f"{length} tokens"
 
 
@@ -94,9 +99,8 @@ def test_greedy_is_the_argmax_of_a_full_pass_at_every_step(mistral, prompts):
 def test_decode_logits_equal_those_of_a_full_pass(mistral, prompts):
     generator, model, adapters = mistral
     seen = []
-    read = generator.state.read_logits
     (result,) = generator.generate(
-        prompts[:1], [1], max_new_tokens=10, on_token=lambda *_: seen.append(read(generator.device)[0])
+        prompts[:1], [1], max_new_tokens=10, on_token=lambda *_: seen.append(generator.last_logits())
     )
     (expected,) = full_logits(model, [Segment(np.array(prompts[0] + result.token_ids), slot=1)], adapters)
     assert relative_error(np.array(seen), expected[len(prompts[0]) - 1 : -1]) < 1e-5
@@ -135,34 +139,6 @@ def test_a_stop_token_ends_its_own_sequence_and_is_left_out(mistral, prompts):
     assert results[0].stop_reason == "stop"
 
 
-def test_what_the_cache_holds_is_not_computed_again(mistral, prompts, monkeypatch):
-    generator = mistral[0]
-    (first,) = ask(generator, prompts[:1], [0])
-    longer = prompts[0] + first.token_ids + [3, 4]
-    computed = []
-    whole = Generator._run_prompts
-    monkeypatch.setattr(
-        Generator,
-        "_run_prompts",
-        lambda self, p, slots, starts, *rest: computed.append(starts) or whole(self, p, slots, starts, *rest),
-    )
-    for prompt, slot, start in (
-        (longer, 0, len(longer) - 3),  # its last token is in the cache only once another followed
-        (longer, 0, len(longer) - 1),  # the last one's logits are asked for
-        (prompts[0][:3], 0, 2),
-        (longer, 0, 3),
-        (longer, 1, 0),  # another adapter has other keys
-        ([9, *longer[1:]], 1, 0),
-    ):
-        (found,) = ask(generator, [prompt], [slot])
-        assert computed.pop() == [start]
-        (expected,) = generator.generate([prompt], [slot], max_new_tokens=4)
-        assert found.token_ids == expected.token_ids
-        computed.clear()
-        ask(generator, [prompt], [slot])
-        computed.clear()
-
-
 def test_stopping_is_heard_between_tokens_and_before_the_prompt(mistral, prompts):
     generator = mistral[0]
     results = [Generation(len(prompt)) for prompt in prompts[:2]]
@@ -175,13 +151,6 @@ def test_stopping_is_heard_between_tokens_and_before_the_prompt(mistral, prompts
     assert not list(generator.tokens(prompts[:1], None, results, Sampler(), 9, stopped=lambda: True))
     assert (result.token_ids, result.stop_reason) == ([], "interrupt")
     assert generator.generate(prompts[:1], max_new_tokens=3)[0].stop_reason == "length"  # and nothing is left behind
-
-
-def ask(generator, prompts, slots):
-    results = [Generation(len(prompt)) for prompt in prompts]
-    for _ in generator.tokens(prompts, slots, results, Sampler(), 4, reuse=True):
-        pass
-    return results
 
 
 def test_a_full_cache_ends_a_sequence_and_not_its_neighbour(mistral, prompts):
@@ -199,7 +168,7 @@ def test_a_full_cache_ends_a_sequence_and_not_its_neighbour(mistral, prompts):
         ([1] * (CAPACITY + 1), None, 1, "17 tokens, but a sequence may have 16 here"),
         ([211], None, 1, "vocabulary of 211"),
         ([-1], None, 1, "vocabulary of 211"),
-        ([1], 2, 1, "adapter 2, but 2 are loaded"),
+        ([1], 2, 1, "no adapter 2: 2 are loaded"),
         ([1], 0, 0, "at least one"),
     ],
 )
@@ -253,14 +222,6 @@ def test_greedy_tokens_are_those_of_transformers(device: Device, architecture: s
         together = generator.generate(prompts, max_new_tokens=64)[1]
         (alone,) = generator.generate(prompts[1:], max_new_tokens=64)
     assert together.token_ids == alone.token_ids == expected
-
-
-def test_a_cache_is_used_on_one_side_of_a_switch_alone() -> None:
-    """What it holds, a prompt that goes on from there, and how much of it is of use; with a switch at 4 tokens."""
-    for held, prompt, known in ((3, 4, 3), (2, 3, 2), (3, 5, 0), (4, 5, 0), (4, 4, 0), (5, 4, 0), (5, 6, 5), (6, 9, 6)):
-        ids = np.arange(9)
-        assert reusable_prefix(ids[:held], ids[:prompt], True, 4) == known, (held, prompt)
-        assert reusable_prefix(ids[:held], ids[:prompt], True, None) == min(held, prompt - 1)
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------

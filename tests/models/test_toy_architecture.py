@@ -25,9 +25,8 @@ from wgpu_lora.export.gguf_export import export_model
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.infer.generator import Generation, Generator
+from wgpu_lora.infer.generator import Generator
 from wgpu_lora.infer.named_adapters import load_adapters
-from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.models.architectures import ARCHITECTURES, parse_config
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.blocks.attention_block import Attention, KeyRanges
@@ -239,39 +238,12 @@ def test_decoding_gives_what_a_full_pass_gives(toy: Path, trained: Path, device:
         kept: dict[int, list[np.ndarray]] = {0: [], 1: [], 2: []}
 
         def keep(number: int, token: int) -> None:
-            kept[number].append(generator.state.read_logits(device)[number])
+            kept[number].append(generator.last_logits())
 
         results = generator.generate(prompts, slots, max_new_tokens=7, on_token=keep)
     for i, (prompt, slot, result) in enumerate(zip(prompts, slots, results, strict=True)):
         (expected,) = full_logits(model, [Segment(np.array(prompt + result.token_ids), slot=slot)], adapters)
         assert relative_error(np.array(kept[i]), expected[len(prompt) - 1 : -1]) < 1e-5
-
-
-def test_a_conversation_goes_on_from_what_is_kept(toy: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state of the newest token alone cannot be taken back."""
-    prompt, starts = np.random.default_rng(2).integers(0, 61, 11).tolist(), list[int]()
-    prefill = Generator._run_prompts
-
-    def run_prompts(self: Generator, ids: Any, slots: Any, kept: list[int], *rest: Any) -> Any:
-        starts.append(kept[0])
-        return prefill(self, ids, slots, kept, *rest)
-
-    with Generator(loaded(toy, device), capacity=32, buckets=(4,)) as generator:
-
-        def go_on(prompt: list[int]) -> list[int]:
-            result = Generation(len(prompt))
-            list(generator.tokens([prompt], [None], [result], Sampler(0.0), 5, reuse=True))
-            return result.token_ids
-
-        longer = [*prompt, *go_on(prompt), 3, 4]
-        monkeypatch.setattr(Generator, "_run_prompts", run_prompts)
-        for turn, start in ((longer, len(longer) - 3), ([*longer[:9], 7], 0)):
-            again = go_on(turn)
-            assert starts.pop() == start
-            assert generator.generate([turn], max_new_tokens=5)[0].token_ids == again
-            starts.clear()
-            go_on(longer)
-            starts.clear()
 
 
 def test_what_it_does_not_have_is_said(toy: Path, tmp_path: Path) -> None:

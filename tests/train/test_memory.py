@@ -146,7 +146,7 @@ def test_a_batch_is_limited_by_its_largest_tensor(device: Device, monkeypatch: p
         peak(17)
 
 
-@pytest.mark.parametrize(("limit", "what"), [(1 << 12, "values of 2 sequences of 64 tokens"), (1 << 14, "linears")])
+@pytest.mark.parametrize(("limit", "what"), [(1 << 12, "values of 128 tokens"), (1 << 14, "linears")])
 def test_in_generation(device: Device, monkeypatch: pytest.MonkeyPatch, limit: int, what: str) -> None:
     model, before = load("qwen2", device, "f32"), device.allocated
     monkeypatch.setattr(device, "max_binding", limit)

@@ -11,12 +11,14 @@ from math import prod
 from wgpu_lora.bench.training_step import TrainingStep, adapter_set
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.dispatch import Dispatch
+from wgpu_lora.gpu.kernel import cdiv
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tiling import Tiling
-from wgpu_lora.infer.generation_programs import Programs
+from wgpu_lora.infer.engine_programs import EngineLimits, Programs
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.models.synthetic_models import synthetic_model
+from wgpu_lora.ops.attention import BLOCK
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 TOKENS = 512
@@ -42,7 +44,7 @@ def kernel_calls(shape: str, base_dtype: str, device: Device) -> list[KernelCall
     result: dict[object, KernelCall] = {}
     for name, program in _programs(synthetic_model(shape_config(shape, 1), device, base_dtype)):
         for dispatch in sorted(program.dispatches, key=lambda one: -prod(one.groups)):
-            tilings = dispatch.kernel.tilings(device.capabilities, dispatch.constants)
+            tilings = dispatch.tilings(device.capabilities)
             call = result.setdefault(dispatch.shader, KernelCall(dispatch, tilings, []))
             if name not in call.programs:
                 call.programs.append(name)
@@ -54,9 +56,11 @@ def _programs(model: LoadedModel) -> Iterator[tuple[str, Program]]:
     for program in TrainingStep(model, args).session.programs():
         yield "training", program
     adapters = adapter_set(model.config, model.device, args.lora_r)
-    generation = Programs.record(model.device, model.decoder, adapters, 1, 2 * TOKENS, (TOKENS,))
-    yield from (("prefill", step.program) for step in generation.prefill)
-    yield from (("decode", program) for program in (generation.decode.program, generation.head, generation.shared))
+    limits = EngineLimits(1, 2 * TOKENS, cdiv(2 * TOKENS, BLOCK), (TOKENS,))
+    generation = Programs(model.device, model.decoder, adapters, limits)
+    yield "prefill", generation.prefill[TOKENS].program
+    head = generation.heads[1]
+    yield from (("decode", one) for one in (generation.decode[1].program, head.logits, head.sample, generation.shared))
 
 
 def kernel_text(dispatch: Dispatch, tilings: Sequence[Tiling]) -> str:

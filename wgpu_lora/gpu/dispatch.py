@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from wgpu_lora.gpu.kernel import Grid, Kernel
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.gpu.tiling import Capabilities, Tiling
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Dispatch:
     tiling: Tiling
     groups: Grid
     fixed: bool = False  # `build` may not choose another tiling
+    decoding: bool = False  # see `Capabilities`
 
     @cached_property
     def dims(self) -> tuple[int, ...]:
@@ -34,6 +36,10 @@ class Dispatch:
     def alike(self) -> tuple[tuple[str, Any], ...]:
         compiled, places = self.kernel.compiled_in(self.constants), self.kernel.places
         return tuple(sorted((name, bool(value) if name in places else value) for name, value in compiled.items()))
+
+    def tilings(self, capabilities: Capabilities) -> Sequence[Tiling]:
+        """The tilings that can run it on a device, the default first."""
+        return self.kernel.tilings(replace(capabilities, decoding=self.decoding), self.constants)
 
     def tiled(self, tiling: Tiling) -> Dispatch:
         return replace(self, tiling=tiling, groups=self.kernel.groups(self.constants, tiling))

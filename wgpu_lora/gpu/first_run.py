@@ -73,7 +73,7 @@ def run_checked(program: Runnable, indices: Iterable[int], count: int) -> None:
 def _check(program: Runnable, index: int, verdicts: Verdicts) -> None:
     device, step = program.device, program.dispatches[index]
     kernel = step.kernel
-    tilings = kernel.tilings(device.capabilities, step.constants)
+    tilings = step.tilings(device.capabilities)
     before = read_tensors(device, step.present, step.tensors)
     for tiling in [step.tiling, *(other for other in tilings if other != step.tiling)]:
         known = verdicts.of(step, tiling)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,15 @@ FIRST_SUBMIT, FIRST_WORK = 24, 1 << 32  # dispatches, and multiply-adds, per sub
 
 
 class Program:
-    """Dispatches in order. Record with `temp` and `dispatch`, then `build` once and `run` repeatedly."""
+    """Dispatches in order. Record with `temp` and `dispatch`, then `build` once and `run` repeatedly.
 
-    def __init__(self, device: Device, name: str = "program"):
+    decoding: whether a row's results must not depend on how many rows there are, in any such program.
+    """
+
+    def __init__(self, device: Device, name: str = "program", decoding: bool = False):
         self.device = device
         self.name = name
+        self.decoding = decoding
         self.dispatches: list[Dispatch] = []
         self._replay: list[tuple[Any, Any, Grid]] = []
         self._splits: list[int] | None = None
@@ -68,12 +73,13 @@ class Program:
             )
         fixed = tiling is not None
         if tiling is None:
-            tiling = kernel.tilings(self.device.capabilities, constants)[0]
+            capabilities = replace(self.device.capabilities, decoding=self.decoding)
+            tiling = kernel.tilings(capabilities, constants)[0]
         groups = kernel.groups(constants, tiling)
         if max(groups) > MAX_GROUPS:
             raise GridTooLarge(kernel.name, groups)
         tensors = tuple(t for t in args if t is not None)
-        self.dispatches.append(Dispatch(kernel, tensors, present, constants, tiling, groups, fixed))
+        self.dispatches.append(Dispatch(kernel, tensors, present, constants, tiling, groups, fixed, self.decoding))
 
     def prune(self) -> None:
         """Drops dispatches whose outputs are never read, such as the last product of a recomputed block."""

@@ -24,6 +24,7 @@ class Capabilities:
     software: whether the driver runs on the CPU.
     registers: 32-bit values that a lane can hold before a compiler spills them to memory.
     matrix: the product of f16 matrices, with sums in f32 or else f16, that the device has units for, or None.
+    decoding: of a program, whether a row's results must not depend on how many rows there are.
     """
 
     subgroup_size: int
@@ -34,6 +35,7 @@ class Capabilities:
     software: bool = False
     registers: int = 256
     matrix: MatrixConfiguration | None = None
+    decoding: bool = False
 
     @property
     def units(self) -> str:

@@ -111,7 +111,7 @@ class Tuner:
         return defaults | {key: entry.tiling for key, entry in (result | known).items() if key in several}
 
     def _usable(self, call: Dispatch) -> Sequence[Tiling]:
-        return call.kernel.tilings(self.device.capabilities, call.constants)
+        return call.tilings(self.device.capabilities)
 
     def _tilings(self, call: Dispatch) -> list[Tiling]:
         """Those worth timing."""

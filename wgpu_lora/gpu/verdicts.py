@@ -77,7 +77,7 @@ class Verdicts:
             WrongResults: there are none.
         """
         kept: list[Tiling] = []
-        for tiling in call.kernel.tilings(self.device.capabilities, call.constants):
+        for tiling in call.tilings(self.device.capabilities):
             verdict = self.of(call, tiling)
             if verdict is None or verdict.right:
                 kept.append(tiling)

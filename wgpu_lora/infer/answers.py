@@ -166,7 +166,6 @@ def replies(
     slots: Sequence[int | None],
     settings: GenerationOptions,
     streamed: bool = True,
-    reuse: bool = False,
     stopped: Callable[[], bool] = lambda: False,
     samplers: Sequence[Sampler] | None = None,
 ) -> Iterator[tuple[int, str]]:
@@ -174,7 +173,7 @@ def replies(
 
     Args:
         streamed: if false, and there is no stop string, the pieces are empty.
-        reuse, stopped: see Generator.tokens.
+        stopped: see Generator.tokens.
         samplers: of each prompt, instead of the settings' for all.
     """
     assert len(ids) <= generator.batch
@@ -188,7 +187,6 @@ def replies(
         samplers or settings.sampler,
         settings.max_new_tokens,
         stop_ids,
-        reuse=reuse,
         stopped=stopped,
     )
     for number, token in tokens:

@@ -117,7 +117,7 @@ class Chat:
         order = list(self.adapters)
         slots = [None if name == BASE else order.index(name) for name in names]
         settings = replace(self.settings, seed=self.settings.seed + self._attempt)
-        for number, piece in replies(generator, result, ids, slots, settings, reuse=True, stopped=stopped):
+        for number, piece in replies(generator, result, ids, slots, settings, stopped=stopped):
             if piece:
                 yield names[number], piece
         self.replies = dict(zip(names, result, strict=True))

@@ -1,35 +1,37 @@
-"""Choice of the next token: greedy, or sampled with temperature, top-k, top-p and min-p."""
+"""The parameters of sampling: how the next token is chosen from a model's logits (`ops.sampling` does it)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from wgpu_lora.errors import UserError
 
 MASK = 2**64 - 1
-LARGEST = 1e300  # limit of a penalised logit, so that differences are finite
 
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that depends on its arguments only (Philox; raw words, which are the same in any NumPy)."""
     key = np.array([seed & MASK, position & MASK], np.uint64)
-    return float(int(np.random.Philox(key=key).random_raw()) >> 11) * 2.0**-53
+    return float(int(np.random.Philox(key=key).random_raw()) >> 40) * 2.0**-24  # exact in f32
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Filters as in transformers, in the same order: repetition penalty, temperature, top-k, top-p, min-p.
+    """Filters as in transformers, in the same order: penalties and biases, temperature, top-k, top-p, min-p.
 
     temperature: divisor of the logits; 0 takes the most likely token, the one with the lowest id if several are equal.
     top_k: keep the k most likely tokens (and any as likely as the last of them); 0 keeps all.
-    top_p: keep the most likely tokens until their probabilities sum to p; 1 keeps all.
+    top_p: keep the most likely tokens until their probabilities sum to p, and any as likely as the last; 1 keeps all.
     seed: of the draws, which are a function of the seed and the token's position, independent of the rest of the batch.
     min_p: keep tokens at least this fraction as likely as the most likely one; 0 keeps all.
     repetition_penalty: logits of tokens that occur in the prompt or the answer are divided by this if positive and
-        multiplied by it if negative; 1 changes nothing. It also applies to greedy choice.
+        multiplied by it if negative; 1 changes nothing. Like the following, it also applies to greedy choice.
+    presence_penalty, frequency_penalty: subtracted from the logits of tokens that occur in the answer, once, and times
+        their number.
+    logit_bias: added to logits, by token.
 
     Raises:
         UserError: a value is out of range.
@@ -41,6 +43,9 @@ class Sampler:
     seed: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -55,53 +60,34 @@ class Sampler:
             raise UserError(
                 f"A repetition penalty of {self.repetition_penalty} is not valid: use a number above 0, 1 for none."
             )
+        for name, value in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
+            if not abs(value) < float("inf"):
+                raise UserError(f"A {name} penalty of {value} is not valid: use a finite number, 0 for none.")
+        for token, bias in self.logit_bias.items():
+            if not abs(bias) < float("inf"):
+                raise UserError(f"A logit bias of {bias} for token {token} is not valid: use a finite number.")
 
-    def __call__(self, logits: np.ndarray, position: int, before: Sequence[int] = ()) -> int:
-        """The id of the token at `position` of its sequence, given logits f32 [vocab].
-
-        Args:
-            before: tokens of the sequence so far, including the prompt, for the repetition penalty.
-
-        Raises:
-            UserError: the logits are not finite.
-        """
-        if not np.isfinite(logits.max()):
-            raise UserError("The model's logits are not finite: its weights, or those of the adapter, are damaged.")
-        if self.repetition_penalty != 1 and len(before):
-            logits = self.penalised(logits, before)
+    def row(self, position: int) -> tuple[float, float, float, float, int, tuple[int, int, int]]:
+        """A row of `ops.sampling.PARAMS` for the token at `position` of its sequence."""
         if self.temperature == 0:
-            return int(logits.argmax())
-        ids, probabilities = self.distribution(logits)
-        reached = np.cumsum(probabilities)
-        index = np.searchsorted(reached, uniform(self.seed, position) * reached[-1], side="right")
-        return int(ids[min(int(index), ids.size - 1)])
+            return 0.0, 1.0, 0.0, 0.0, 0, (0, 0, 0)
+        top_k, temperature = min(self.top_k, 2**32 - 1), max(self.temperature, 1e-30)  # as f32 has
+        return temperature, self.top_p, self.min_p, uniform(self.seed, position), top_k, (0, 0, 0)
 
-    def penalised(self, logits: np.ndarray, before: Sequence[int]) -> np.ndarray:
-        """Logits in float64, with those of tokens that have occurred penalised."""
-        ids = np.unique(np.asarray(before, np.int64))
-        scores = logits.astype(np.float64)
-        with np.errstate(over="ignore"):
-            changed = np.where(
-                scores[ids] < 0, scores[ids] * self.repetition_penalty, scores[ids] / self.repetition_penalty
-            )
-        scores[ids] = np.clip(changed, -LARGEST, LARGEST)
-        return scores
+    @property
+    def edits_logits(self) -> bool:
+        """Whether there are penalties or biases."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
-    def distribution(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, probabilities in float64) of the tokens that may be sampled, most likely first."""
-        # The largest logit is shifted to 0 first, so that a tiny temperature cannot overflow to NaN.
-        scores = (logits.astype(np.float64) - logits.max()) / self.temperature
-        ids = np.arange(scores.size)
-        if 0 < self.top_k < scores.size:
-            ids = np.flatnonzero(scores >= np.partition(scores, -self.top_k)[-self.top_k])
-        ids = ids[np.argsort(-scores[ids], kind="stable")]
-        weights = np.exp(scores[ids])
-        probabilities = weights / weights.sum()
-        if self.top_p < 1:
-            before = np.cumsum(probabilities) - probabilities
-            count = max(1, int(np.count_nonzero(before < self.top_p)))
-            ids, probabilities = ids[:count], probabilities[:count] / probabilities[:count].sum()
-        if self.min_p > 0:
-            count = max(1, int(np.count_nonzero(probabilities >= self.min_p * probabilities[0])))
-            ids, probabilities = ids[:count], probabilities[:count] / probabilities[:count].sum()
-        return ids, probabilities
+    def edits(self, prompt: Sequence[int], answer: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(tokens int64, factors, differences) of `ops.sampling.edit_scores` after these tokens."""
+        differences: dict[int, float] = {token: -bias for token, bias in self.logit_bias.items()}
+        if self.presence_penalty or self.frequency_penalty:
+            for token, count in zip(*np.unique(np.array(answer, np.int64), return_counts=True), strict=True):
+                penalty = self.presence_penalty + self.frequency_penalty * int(count)
+                differences[int(token)] = differences.get(int(token), 0.0) + penalty
+        repeated = {*prompt, *answer} if self.repetition_penalty != 1 else set()
+        tokens = np.array(sorted(repeated | differences.keys()), np.int64)
+        factors = [self.repetition_penalty if token in repeated else 1.0 for token in tokens.tolist()]
+        less = [differences.get(token, 0.0) for token in tokens.tolist()]
+        return tokens, np.array(factors, np.float32), np.clip(np.array(less), -1e30, 1e30).astype(np.float32)

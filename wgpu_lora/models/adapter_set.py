@@ -199,15 +199,18 @@ class AdapterSet:
     # -- host side -------------------------------------------------------------------------------------------------
 
     def upload_constants(self, device: Device) -> None:
-        """The scales."""
-        for modules, tensor in self.scales.items():
-            values = [[spec.scaling.get(module, 0.0) for module in modules] for spec in self.specs]
-            device.write(tensor.storage.buffer, np.repeat(np.array(values, np.float32), self.rank, axis=1))
-        for gain, norm in self.gains.values():  # of slots without DoRA
+        """The scales, and the gains of slots without DoRA."""
+        self.upload_scales(device)
+        for gain, norm in self.gains.values():
             device.write(gain.storage.buffer, np.ones(gain.shape, np.float32))
             device.write(norm.storage.buffer, np.zeros(norm.shape, np.float32))
         if self.offset:
             self.offset.upload_constants(device)
+
+    def upload_scales(self, device: Device) -> None:
+        for modules, tensor in self.scales.items():
+            values = [[spec.scaling.get(module, 0.0) for module in modules] for spec in self.specs]
+            device.write(tensor.storage.buffer, np.repeat(np.array(values, np.float32), self.rank, axis=1))
 
     def modules(self, slot: int) -> Iterator[str]:
         return (module for module in self.numbers if module in self.specs[slot].scaling)

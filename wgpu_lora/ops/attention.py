@@ -8,11 +8,12 @@ import numpy as np
 
 from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, Out, Word, by_subgroup, cdiv, kernel, row_grid
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.ops.attention_tuning import TUNING, held_rows, one_head, some_queries, tilings
+from wgpu_lora.ops.attention_tuning import TUNING, AttentionTuning, held_rows, one_head, some_queries, tilings
 from wgpu_lora.ops.recorder import Recorder
 
 Shape = dict[str, Any]
 LOWEST = -3.0e38
+BLOCK = 16  # keys of a block of a cache
 
 
 def _over_queries(c: Any) -> tuple[int, int, int]:
@@ -46,7 +47,7 @@ def _rows_first(x: np.ndarray) -> np.ndarray:
     lib=("tanh",),
     grid=_over_queries,
     variants=tilings(sums=1, scores=1, kept=2),
-    tuning=TUNING,
+    tuning=AttentionTuning(later=("cap", "compute_dtype", "block", "cache_dtype")),
     part=some_queries,
 )
 def attention_forward(
@@ -56,6 +57,7 @@ def attention_forward(
     ranges: Fixed,
     y: Out,
     lse: Out,
+    blocks: Fixed = None,
     *,
     rows: Dim,
     keys: Dim,
@@ -65,10 +67,17 @@ def attention_forward(
     scale: F32,
     cap: F32 = 0.0,
     compute_dtype: Word = "f32",
+    block: U32 = 0,
+    cache_dtype: Word = "f32",
 ) -> Any:
     """y[t] = sum_j softmax_j(scale q[t] k[j]) v[j] over the keys ranges[t].xy, and the softmax's log-sum-exp.
 
-    With a cap, the scores s = scale q[t] k[j] are cap tanh(s / cap). Rows with an empty range give zeros."""
+    With a cap, the scores s = scale q[t] k[j] are cap tanh(s / cap). Rows with an empty range give zeros. With blocks
+    of `block` keys, key j is row blocks[j / block] * block + j % block of k and v, which may be f16."""
+    if blocks is not None:
+        keys = max(1, int(ranges.reshape(rows, 4)[:, 1].max()))
+        row = blocks.reshape(-1).astype(np.int64)[np.arange(keys) // block] * block + np.arange(keys) % block
+        k, v = (x.reshape(-1, kv_heads * dim)[row] for x in (k, v))
     _, _, scores, _ = _weights(q, k, ranges, rows, keys, kv_heads, group, dim, scale, cap)
     top = np.maximum(scores.max(axis=-1, keepdims=True), LOWEST)
     lse = top + np.log(np.maximum(np.exp(scores - top).sum(axis=-1, keepdims=True), 1e-38))
@@ -175,11 +184,20 @@ def attention_backward_kv(
 
 
 def attention(
-    rec: Recorder, q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, kv_heads: int, scale: float, cap: float = 0.0
+    rec: Recorder,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: Tensor,
+    kv_heads: int,
+    scale: float,
+    cap: float = 0.0,
+    blocks: Tensor | None = None,
 ) -> Tensor:
     """Attention of q [T, heads, dim] over k and v [S, kv_heads, dim]. Training requires S = T.
 
     cap: soft cap of the scores, 0 for none.
+    blocks: in generation, u32 [count], the block of BLOCK rows of k and v with the keys [BLOCK i, BLOCK (i + 1)).
 
     ranges [T, 4] u32: first key, one past the last key; one past the last query that sees key t, and the first. All
     queries between these see key t, except rows [first key, t).
@@ -188,6 +206,10 @@ def attention(
     shape: Shape = {"rows": rows, "kv_heads": kv_heads, "group": q.shape[1] // kv_heads, "dim": dim}
     shape |= {"scale": scale, "cap": cap, "compute_dtype": "f16" if rec.compute_dtype == "f16" else "f32"}
     y, lse = rec.temp(q.shape, name="attended"), rec.temp(q.shape[:2], name="lse")
+    if blocks:
+        shape |= {"compute_dtype": "f32", "block": BLOCK, "cache_dtype": k.dtype}
+        rec.dispatch(attention_forward, q, k, v, ranges, y, lse, blocks, keys=BLOCK * blocks.size, **shape)
+        return y
     rec.dispatch(attention_forward, q, k, v, ranges, y, lse, keys=k.shape[0], **shape)
     rec.save_for_backward(y)
 

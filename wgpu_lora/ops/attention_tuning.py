@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from math import lcm
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,14 @@ import numpy as np
 from wgpu_lora.gpu import reference_values
 from wgpu_lora.gpu.kernel import Variants, cdiv
 from wgpu_lora.gpu.reference_values import random_values
-from wgpu_lora.gpu.tiling import MATRIX, PLAIN, Arrays, Capabilities, Constants, Tiling
+from wgpu_lora.gpu.tiling import MATRIX, PLAIN, WORKGROUP, Arrays, Capabilities, Constants, Tiling
 
 CHECKED = 32  # queries and keys of the cut that is checked, approximately
 SPREAD = ((8, 2), (4, 2), (8, 1), (4, 1), (2, 2), (2, 1))  # (rows, stream rows per lane), the best bounds first
 OFFERED = 3  # of these
 FEW_QUERIES = 8  # tokens
+ADDRESSES = 24  # registers of a thread of the family `workgroup` for these and a few others
+LOADS = 16  # registers for what a thread loads at once for others, where half of the threads do
 OTHERS = 38  # registers for addresses, loaded vectors and loop counters, as GPU compilers allocate them
 CACHE = 24 << 10  # bytes that a subgroup holds on a CPU, so that they stay in the first cache
 COLUMNS = 128  # of a head that a subgroup holds in matrices
@@ -58,6 +62,30 @@ def on_matrix_units(capabilities: Capabilities, c: Any, roles: int) -> list[Tili
     return [replace(one, m=unit.m, n=unit.n, k=unit.k)] if whole and rows > 0 and one.lanes <= 256 else []
 
 
+def through_workgroup(capabilities: Capabilities, c: Any, sums: int, scores: int, kept: int) -> list[Tiling]:
+    """Tilings of the family `workgroup`, for many queries: the one that loads the fewest words per multiply-add and
+    fits a device's registers, the same with half the rows, whose threads load more at once, and the one with the
+    fewest registers.
+
+    They differ by the threads across a block and the held rows of a thread. Columns past a head's end cost loads, too.
+    """
+    if capabilities.software or c.rows <= FEW_QUERIES or getattr(c, "block", 0):  # a cache's rows must not share blocks
+        return []
+    fitting = []
+    for across, height in product((8, 16, 32), (8, 4)):
+        vectors = cdiv(c.dim, 4 * across)  # of a thread's columns
+        registers = height * (4 * sums * vectors + 4 * scores + kept) + 16 * vectors + ADDRESSES
+        words = scores * (1 / height + 1 / 4) + sums * (1 / height + 1 / (4 * vectors)) * 4 * across * vectors / c.dim
+        if registers <= capabilities.registers:
+            fitting.append((words, registers, across, height))
+    if not fitting:
+        return []
+    best, small = min(fitting), min(fitting, key=itemgetter(1, 0))
+    half = [(*best[2:], 4)] if best[1] + LOADS <= capabilities.registers else []
+    chosen = dict.fromkeys([(*best[2:], 8), *half, (*small[2:], 8)])
+    return [Tiling(WORKGROUP, across * down, height * down, span=4 * across) for across, height, down in chosen]
+
+
 def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Variants:
     """Tilings of a kernel, which differ by the values that a lane holds.
 
@@ -75,10 +103,12 @@ def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Vari
 
     def on_lanes(capabilities: Capabilities, c: Any) -> list[Tiling]:
         plain, size = Tiling("plain", 32), capabilities.subgroup_size
+        shared = through_workgroup(capabilities, c, sums, scores, kept)
         if size < 4:
-            return [plain]
-        if kept and c.rows <= FEW_QUERIES:
+            return [*shared, plain]
+        if getattr(c, "block", 0) and (capabilities.decoding or not capabilities.software):
             # In decoding each row is of another sequence, whose cache one workgroup reads once for a key head's group.
+            # Whose rows those beside it are then changes nothing.
             held = max(n for n in range(1, min(size, 8) + 1) if c.group % n == 0)
             few = [Tiling("spread", size, held, width_of(c.dim, size), span) for span in (2, 1)]
             result = [one for one in few if capabilities.software or fits(one, capabilities, c)]
@@ -92,7 +122,7 @@ def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Vari
             return [*(Tiling("broadcast", size, rows=n, wide=capabilities.int64) for n in rows), plain]
         one = Tiling("spread", size, cols=width_of(c.dim, size))
         spread = [replace(one, rows=min(rows, size), span=span) for rows, span in SPREAD]
-        return [one for one in spread if fits(one, capabilities, c)][:OFFERED] or spread[-1:]
+        return [*shared, *([one for one in spread if fits(one, capabilities, c)][:OFFERED] or spread[-1:])]
 
     return variants
 
@@ -111,11 +141,10 @@ class AttentionTuning:
 
     def cut(self, c: Constants, tiling: Tiling) -> Constants:
         rows = reference_values.cut_size(c["rows"], lcm(CHECKED, held_rows(tiling)))
-        return (
-            c
-            | {"rows": rows}
-            | ({"keys": rows + reference_values.cut_size(c["keys"] - c["rows"], CHECKED)} if "keys" in c else {})
-        )
+        if "keys" not in c:
+            return c | {"rows": rows}
+        keys, block = rows + reference_values.cut_size(c["keys"] - c["rows"], CHECKED), c.get("block") or 1
+        return c | {"rows": rows, "keys": block * cdiv(keys, block)}
 
     def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
         rows, heads = c["rows"], c["kv_heads"] * c["group"]
@@ -132,7 +161,11 @@ class AttentionTuning:
             largest, rest = np.abs(arrays["dy"]).max(axis=2), np.zeros((rows, heads), np.float32)
             arrays["stats"] = np.stack([rest + 4, rest, largest, rest], axis=2)
         arrays |= {"ranges": ranges.astype(np.uint32)}
-        return {name: arrays[name] for name in present}
+        if c.get("block"):
+            arrays["blocks"] = rng.permutation(keys // c["block"]).astype(np.uint32)
+            if c["cache_dtype"] == "f16":
+                arrays |= {name: arrays[name].astype(np.float16) for name in "kv"}
+        return {name: arrays[name] for name in present if name in arrays}
 
 
 TUNING = AttentionTuning()

@@ -183,7 +183,8 @@ def gated_linears(
     It keeps both sums of each output, for which there is room in tiles of few rows.
     """
     rows, outs = x.size // layers[0].weight.in_features, {layer.weight.out_features for layer in layers}
-    possible = not rec.training and rec.compute_dtype == "f32" and rows <= FEW_ROWS and len(outs) == 1
+    few = rows <= FEW_ROWS or rec.program.decoding
+    possible = not rec.training and rec.compute_dtype == "f32" and few and len(outs) == 1
     together = _together(rec, layers, loras) if possible else None
     if together is None:
         return None

@@ -102,21 +102,21 @@ def tilings(
 
     def variants(capabilities: Capabilities, c: Any) -> list[Tiling]:
         size, chosen, steps = capabilities.subgroup_size, shapes, span
-        if c.form != "tn" and c.m <= FEW_ROWS:
-            few = 1 << (c.m - 1).bit_length()
+        decoding = capabilities.decoding and not capabilities.software  # which has one order of summation for all
+        if c.form != "tn" and (c.m <= FEW_ROWS or decoding):
+            few = min(FEW_ROWS, 1 << (c.m - 1).bit_length())
             chosen, steps = ((few, 4), (few, 2)), max(span, 32 // few)
         plain = Tiling("plain", 32, rows=min(chosen[0][0], 8), cols=4, span=span)
-        matrix = on_matrix_units(capabilities, c)
-        shared = [] if capabilities.software else through_workgroup(capabilities, c)
+        matrix = [] if decoding else on_matrix_units(capabilities, c)
+        shared = [] if capabilities.software or decoding else through_workgroup(capabilities, c)
         if size not in (4, 8, 16, 32, 64):
             return [*matrix, *shared, plain, replace(plain, cols=2)]
         result = [Tiling("broadcast", size, rows, cols, steps) for rows, cols in chosen]
-        if c.form == "nt" and c.m <= FEW_ROWS and not capabilities.software and size > owners:
-            result = [
-                Tiling("few", size, few, cols, span * max(1, 32 // span // few), size // own)
-                for own, cols in ((owners, 2), (2 * owners, 2), (owners, 4))
-                if own < size
-            ]
+        if c.form == "nt" and (c.m <= FEW_ROWS or decoding) and not capabilities.software and size > owners:
+            # Rounds and slices are the order of summation.
+            rounds = span if decoding else span * max(1, 32 // span // few)
+            divisions = ((owners, 2), (owners, 4)) if decoding else ((owners, 2), (2 * owners, 2), (owners, 4))
+            result = [Tiling("few", size, few, cols, rounds, size // own) for own, cols in divisions if own < size]
         fitting = [tiling for tiling in result if tiling.rows * tiling.cols + beside <= capabilities.registers]
         if capabilities.int64:
             wide = [replace(tiling, wide=True) for tiling in (result if capabilities.software else fitting)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, InOut, by_subgroup, kernel, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, InOut, by_subgroup, kernel, linear_grid, row_grid
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.recorder import Recorder
 
@@ -127,6 +127,13 @@ def rope_backward(
     return dy if dx is None else (dy, dx)
 
 
+@kernel("store_halves.wgsl", grid=lambda c: linear_grid(c.rows * (c.cols // 2)), lib=("linear", "half"))
+def store_halves(x: In, rows_of: Fixed, cache: InOut, *, rows: Dim, cols: U32, first: Dim) -> Any:
+    """cache[rows_of[t]] = x[first + cols t ...] rounded to f16, at most 65504 in size; 0xffffffff: nowhere."""
+    new = np.clip(_region(x, first, rows, 1, cols), -65504, 65504).astype(np.float16)
+    return _stored(new.astype(np.float64), rows_of, cache)
+
+
 @dataclass(frozen=True)
 class HeadNorm:
     """RMSNorm of each head of q and of k, before they are rotated. Weights f32 [dim]."""
@@ -138,7 +145,8 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class Appending:
-    """Where rotated keys and values go in generation: the caches [rows, kv_heads, dim], and the row of each token."""
+    """Where rotated keys and values go in generation: the caches [rows, kv_heads, dim], f32 or f16, and each token's
+    row."""
 
     keys: Tensor
     values: Tensor
@@ -179,9 +187,18 @@ def rope(
         together = not apart and q.storage is k.storage
         if not (apart or together):
             _rotated(rec, q, None, positions, table, norm, turns)
-        stored = (None, cache.keys, cache.values, cache.rows)
-        shape = {**_shape(q if together else None, k, table, norm, turns), "v_first": v.byte_offset // 4}
-        rec.dispatch(rope_forward, _whole(k), positions, table, *_weights(norm), *stored, **shape)
+        shape = _shape(q if together else None, k, table, norm, turns)
+        if cache.keys.dtype == "f16":
+            rec.dispatch(rope_forward, _whole(k), positions, table, *_weights(norm), **shape)
+            for new, stored in ((k, cache.keys), (v, cache.values)):
+                cols = k.shape[1] * k.shape[2]
+                rec.dispatch(
+                    store_halves, _whole(new), cache.rows, stored, rows=k.shape[0], cols=cols, first=_first(new)
+                )
+            return q, cache.keys, cache.values
+        stored_in = (None, cache.keys, cache.values, cache.rows)
+        shape["v_first"] = v.byte_offset // 4
+        rec.dispatch(rope_forward, _whole(k), positions, table, *_weights(norm), *stored_in, **shape)
         return q, cache.keys, cache.values
     if apart:
         (yk,) = _rotated(rec, None, k, positions, table, None, turns)

@@ -118,7 +118,7 @@ def generate(port: EventWriter, *, options: dict[str, Any], device: int, arrays:
     with Generator(model, None, capacity, len(prompts)) as generator:
 
         def on_token(sequence: int, token: int) -> None:
-            row = generator.state.read_logits(model.device)[sequence]
+            row = generator.last_logits()
             second, first = np.partition(row, -2)[-2:]
             gaps[sequence].append(float(first - second))
             if len(logits[sequence]) < POSITIONS:

@@ -87,6 +87,23 @@ attend(packed(6, 9, window=4), 15, kv_heads=1, group=2, dim=256, cap=0.3)
 attend(packed(5, 9), 14, kv_heads=1, group=1, dim=140)
 attend(cached(5, 37), 37, kv_heads=2, group=2, dim=6, backward=False, cap=1.5)
 attend(cached(5, 37, window=30), 37, kv_heads=2, group=2, dim=6, backward=False)
+
+
+def in_blocks(cache_dtype: str) -> None:
+    """Ranges over 48 keys in blocks of 16, which lie anywhere."""
+    ranges, shape = cached(5, 37), {"rows": 5, "kv_heads": 2, "group": 2, "dim": 12, "scale": 0.3}
+    constants = {**shape, "keys": 48, "block": 16, "cache_dtype": cache_dtype}
+
+    def make(rng: np.random.Generator) -> Arrays:
+        arrays = synthetic(attention.attention_forward, rng, constants)
+        return {**arrays, "ranges": ranges, "y": poison(5, 4, 12), "lse": poison(5, 4)}
+
+    blind = np.repeat((ranges[:, 0] == ranges[:, 1])[:, None], 4, axis=1)
+    add(attention.attention_forward, make, vague={"lse": blind}, **constants)
+
+
+in_blocks("f32")
+in_blocks("f16")
 add(
     attention.attention_stats,
     lambda rng: {"y": normal(rng, 67, 10), "dy": normal(rng, 67, 10), "lse": normal(rng, 67), "stats": poison(67, 4)},

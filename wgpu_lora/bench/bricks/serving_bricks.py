@@ -14,13 +14,15 @@ from wgpu_lora.bench.timing import Timings, run_seconds
 from wgpu_lora.bench.training_step import adapter_set, fill_adapters
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.dispatch import Dispatch
+from wgpu_lora.gpu.kernel import cdiv
 from wgpu_lora.gpu.program import Arena, allocate, missing_bytes, release
 from wgpu_lora.gpu.reference_values import nmse
 from wgpu_lora.gpu.tensor import ITEM_BYTES, Tensor
 from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
-from wgpu_lora.infer.generation_programs import Programs
-from wgpu_lora.infer.generator import BUCKETS, Generator
+from wgpu_lora.infer.engine_programs import EngineLimits, Programs, StepRows
+from wgpu_lora.infer.generator import Generator
 from wgpu_lora.models.loaded_model import LoadedModel
+from wgpu_lora.ops.attention import BLOCK
 from wgpu_lora.weights.base_formats import base_format
 from wgpu_lora.weights.gguf.gguf_formats import FORMATS
 from wgpu_lora.weights.lowbit.lowbit import LowBitWeight
@@ -45,7 +47,7 @@ def batch(context: Context) -> Iterator[Workload]:
 
 
 class Serving(Workload):
-    """Generation from prompts of random ids, timed by the host's clock, including uploads and readback of the logits.
+    """Generation from prompts of random ids, timed by the host's clock, including uploads and readback of the tokens.
 
     With one new token, an iteration is a prompt (time to first token); with more, it is a decoding step, which gives
     each sequence a token. Tilings are the default ones, as always in generation.
@@ -78,8 +80,8 @@ class Serving(Workload):
 
     def nbytes(self) -> int:
         model = self._context.model
-        of = model.device, model.decoder, self._adapters, self._sequences, self._capacity
-        programs = Programs.record(*of, BUCKETS)
+        limits = EngineLimits(self._sequences, self._capacity, self._sequences * cdiv(self._capacity, BLOCK))
+        programs = Programs(model.device, model.decoder, self._adapters, limits)
         used = programs.storages() | model.decoder.storages()
         used |= self._adapters.storages() if self._adapters else set()
         running = missing_bytes(used) + sum(Arena.sizes_for([p.plan() for p in programs.all()]))
@@ -97,28 +99,34 @@ class Serving(Workload):
     def check(self, rng: np.random.Generator) -> ReferenceErrors:
         """Check a prefill step of the prompts and a decoding step after it, as the Generator recorded them."""
         assert self._generator is not None, "open() first"
-        self._rng, device, recorded = rng, self._context.device, self._generator.programs
-        arena, state, batch, result = self._generator.arena, recorded.state, self._sequences, ReferenceErrors()
-        fitting = [step for step in recorded.prefill if step.tokens < 2 * batch * self._prompt]
-        prefill = fitting[-1] if fitting else recorded.prefill[0]  # as the Generator chooses
-        each, everyone = min(self._prompt, prefill.tokens // batch), np.arange(batch)
+        self._rng, device, engine = rng, self._context.device, self._generator.engine
+        recorded, arena, batch, result = engine.programs, engine.arena, self._sequences, ReferenceErrors()
+        state, head = recorded.state, recorded.heads[batch]
+        size = next((size for size in recorded.prefill if size >= batch * self._prompt), max(recorded.prefill))
+        each, everyone = min(self._prompt, size // batch), np.arange(batch)
         # Positions, sequences and picked rows of each step.
         steps = {
-            prefill: (np.tile(np.arange(each), batch), np.repeat(everyone, each), (everyone + 1) * each - 1),
-            recorded.decode: (np.full(batch, each), everyone, everyone),
+            recorded.prefill[size]: (
+                np.tile(np.arange(each), batch),
+                np.repeat(everyone, each),
+                (everyone + 1) * each - 1,
+            ),
+            recorded.decode[batch]: (np.full(batch, each), everyone, everyone),
         }
-        for program in (recorded.shared, recorded.head, *(step.program for step in steps)):
+        for program in (recorded.shared, head.logits, *(step.program for step in steps)):
             program.build(arena)
-        for storage in {state.last.storage, *(t.storage for t in state.logits), *state.cache.storages()}:
+        for storage in {state.hidden.storage, *(t.storage for t in state.logits), *state.cache.storages()}:
             fill_with_nan(device, storage.buffer)
         check(recorded.shared, result)
+        count, slots = cdiv(self._capacity, BLOCK), np.array([-1 if slot is None else slot for slot in self._slots])
         for step, (positions, sequences, picked) in steps.items():
             for buffer in arena.buffers:
                 fill_with_nan(device, buffer)
             ids = rng.integers(0, self._context.config.vocab_size, positions.size)
-            step.upload(ids, positions, sequences, positions + 1, self._slots, picked)
+            blocks = [list(range(i * count, (i + 1) * count)) for i in range(batch)]
+            step.upload(StepRows(ids, positions, sequences, slots[sequences], blocks, positions + 1, picked))
             check(step.program, result)
-        check(recorded.head, result)
+        check(head.logits, result)
         return result
 
     def run(self) -> float:
@@ -150,8 +158,9 @@ class Serving(Workload):
     def _traffic(self) -> Extra:
         """The dispatches of a decoding step, its estimated bytes, and these relative to the weights that it reads."""
         assert self._generator is not None, "open() first"
-        recorded, decoder = self._generator.programs, self._context.model.decoder
-        steps = [*recorded.decode.program.dispatches, *recorded.head.dispatches]
+        recorded, decoder = self._generator.engine.programs, self._context.model.decoder
+        programs = recorded.decode[self._sequences].program, recorded.heads[self._sequences].logits
+        steps = [dispatch for program in programs for dispatch in program.dispatches]
         nbytes = program_bytes(steps, round(self.keys["context"]) * self._sequences)
         read = decoder.storages() - (set(decoder.embedding.storages()) - set(decoder.head.storages()))
         weights = sum(storage.nbytes for storage in read)

@@ -90,7 +90,8 @@ class Attention:
         q, k, v = rope(rec, (q, k, v), places, table, norm, cache, self.turns, of_q)
         ranges = inputs.rows[KeyRanges(self.window)]
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        return attention(rec, q, k, v, ranges, self.num_key_value_heads, scale, self.cap)
+        blocks = block.cache.blocks if block.cache else None
+        return attention(rec, q, k, v, ranges, self.num_key_value_heads, scale, self.cap, blocks)
 
     def _project(self, block: LayerContext, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, heads, head_dim], and k and v [T, kv_heads, head_dim], in one storage if it fits a binding."""

@@ -100,7 +100,7 @@ class DeltaNet:
         )
         cache = block.cache.tensors if block.cache else {}
         fits = bool(possible_slices(self.key_dim, self.value_dim))
-        if cache and rows <= cache["state"].shape[0] and fits:  # a token of each sequence
+        if cache and rec.program.decoding and fits:  # a token of each sequence
             frozen, of_sequences = (conv, a_log, dt_bias, norm), (cache["inputs"], cache["state"])
             y = gated_delta_step(rec, mixed, z, a, b, frozen, runs, *of_sequences, self.key_heads, L2_EPS, self.eps)
         else:

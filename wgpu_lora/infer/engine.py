@@ -1,0 +1,530 @@
+"""Continuous batching: every step gives each running sequence a token, and computes pieces of new prompts beside them.
+
+What a sequence gets does not depend on what runs beside it, to the bit: kernels of a kind sum in the same order for any
+number of rows, pieces of prompts begin at multiples of PIECE tokens, only prompts' keys and values are used again, and
+a sequence begins when the cache has room for all of it, so that none is computed twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from wgpu_lora.errors import NoRoomError, UserError
+from wgpu_lora.events import SILENT, Events
+from wgpu_lora.formats.peft_adapter import Matrices
+from wgpu_lora.formats.peft_config import AdapterConfig
+from wgpu_lora.gpu.device_errors import BindingTooLarge, with_option_advice
+from wgpu_lora.gpu.kernel import cdiv
+from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
+from wgpu_lora.gpu.tensor import Storage, Tensor
+from wgpu_lora.gpu.tiling_check import check_tilings
+from wgpu_lora.gpu.verdicts import verdicts_of
+from wgpu_lora.infer.adapter_slots import AdapterSlots, FixedSlots
+from wgpu_lora.infer.block_pool import BlockPool, Key, block_keys
+from wgpu_lora.infer.engine_programs import BUCKETS, EDITS, TOP, EngineLimits, Head, Programs, Step, StepRows
+from wgpu_lora.infer.request import EngineStats, Request, StepOutput, TokenLogprobs
+from wgpu_lora.memory_leases import claim
+from wgpu_lora.models.adapter_set import AdapterSet
+from wgpu_lora.models.batch_inputs import write
+from wgpu_lora.models.loaded_model import LoadedModel
+from wgpu_lora.ops.attention import BLOCK
+from wgpu_lora.ops.sampling import NO_TOKEN, PARAMS
+
+MAX_MODEL_LEN = 4096  # tokens of a sequence by default
+PIECE = 256  # tokens of a prompt that are computed together
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """A request that runs. place: among the sequences. computed: tokens whose keys and values the cache has.
+
+    prompt: the tokens to compute before the next one is chosen: the request's, or all so far if they are computed anew.
+    """
+
+    request: Request
+    place: int
+    slot: int
+    blocks: list[int]
+    keys: list[Key]
+    prompt: np.ndarray
+    computed: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class Engine:
+    """Runs requests over one base model, each with an adapter of its own or none. Use it from one thread.
+
+    Args:
+        model: its weights are loaded if needed.
+        max_model_len: tokens of a sequence including the prompt; by default 4096, or the model's limit.
+        max_num_seqs: sequences that run together.
+        max_num_batched_tokens: tokens of prompts in a step, which decide how long it takes at most; of `buckets`, the
+            largest that is not more.
+        cache_tokens: of all sequences; by default as many as they can need, or as many as there is memory for.
+        cache_dtype: f32, or f16 for half the memory and keys and values that are rounded to 11 bits.
+        max_loras, max_lora_rank, dora, max_cpu_loras: see `AdapterSlots`.
+        adapters: on the device, instead of adapters that are loaded by name.
+        buckets: rows of the prefill programs, ascending.
+
+    Raises:
+        UserError: a size is not possible, or the device has no room.
+    """
+
+    @with_option_advice(otherwise="use shorter prompts and answers, fewer at a time, or a smaller model")
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = BUCKETS[-1],
+        cache_tokens: int | None = None,
+        cache_dtype: str = "f32",
+        max_loras: int = 0,
+        max_lora_rank: int = 16,
+        dora: bool = False,
+        max_cpu_loras: int | None = None,
+        adapters: AdapterSet | None = None,
+        buckets: Sequence[int] = BUCKETS,
+        events: Events = SILENT,
+    ):
+        limit = model.config.max_position_embeddings
+        length = min(MAX_MODEL_LEN, limit) if max_model_len is None else max_model_len
+        if not 0 < length <= limit:
+            raise UserError(
+                f"A capacity of {length:,} tokens is not possible: {model.name} supports 1 to {limit:,} tokens."
+            )
+        if max_num_seqs < 1:
+            raise UserError(f"{max_num_seqs} sequences are not possible: use at least one.")
+        if cache_tokens is not None and cache_tokens < length:
+            raise UserError(
+                f"A cache of {cache_tokens:,} tokens is too small for a sequence of {length:,}: use at least that many."
+            )
+        self.model, self.device, self.max_model_len, self.max_num_seqs = model, model.device, length, max_num_seqs
+        self.slots: AdapterSlots | FixedSlots = FixedSlots(adapters)
+        if adapters is None and max_loras:
+            self.slots = AdapterSlots(model, max_loras, max_lora_rank, dora, max_cpu_loras)
+        fitting = tuple(size for size in buckets if size <= max(max_num_batched_tokens, buckets[0]))
+        self._most_rows = fitting[-1]
+        self._waiting: deque[Request] = deque()
+        self._running: list[_Sequence] = []
+        self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self.step_tokens = 0, 0  # of prompts, and decoded, in the last step
+        self.step_seconds: float | None = None  # None if a program was compiled in it
+        self.arena, self._claim, self._built = Arena(self.device), ExitStack(), set[Program]()
+        self._owned: set[Storage] = set()
+        most = max_num_seqs * cdiv(length, BLOCK)
+        blocks = most if cache_tokens is None else cdiv(cache_tokens, BLOCK)
+        while True:
+            try:
+                self._open(EngineLimits(max_num_seqs, length, blocks, fitting, cache_dtype), events)
+                return
+            except (NoRoomError, BindingTooLarge):
+                self.close()
+                blocks //= 2
+                if cache_tokens is not None or blocks * BLOCK < length:
+                    raise
+            except BaseException:
+                self.close()
+                raise
+
+    def _open(self, limits: EngineLimits, events: Events) -> None:
+        model = self.model
+        self.programs = programs = Programs(self.device, model.decoder, self.slots.adapters, limits)
+        self.state, self._pool = programs.state, BlockPool(limits.blocks)
+        self._places = list(range(limits.sequences - 1, -1, -1))
+        everything = [*programs.all(), *self.slots.programs]
+        storages = programs.storages().union(*(program.persistent_storages() for program in self.slots.programs))
+        if isinstance(self.slots, AdapterSlots):
+            storages |= self.slots.adapters.storages()
+        self._owned = {s for s in storages - model.decoder.storages() if s.buffer is None}
+        sizes = Arena.sizes_for([program.plan() for program in everything])
+        self.plan: dict[str, int] = {"base": sum(s.nbytes for s in model.decoder.storages()), "activations": sum(sizes)}
+        for storage in self._owned:
+            self.plan[storage.group] = self.plan.get(storage.group, 0) + storage.nbytes
+        need = model.bytes_to_load() + missing_bytes(self._owned) + sum(sizes)
+        self._claim.enter_context(claim(self.device, need, "generating"))
+        self._claim.enter_context(verdicts_of(self.device).reported_to(events))
+        model.load_weights(events)
+        allocate(self.device, self._owned)
+        self.arena = Arena(self.device, sizes)
+        self.state.tables.upload(self.device)
+        self._run(programs.shared)
+        self.slots.open()
+        for program in self.slots.programs:
+            self._build(program)
+
+    def compile(self) -> None:
+        """Compile all programs, so that no step has to."""
+        for program in self.programs.all():
+            self._build(program)
+
+    def close(self) -> None:
+        """Free what was allocated here; the model, and adapters that were given, stay."""
+        self.arena.free()
+        release(self.device, self._owned)
+        self._owned, self._built = set(), set()
+        self._claim.close()
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, adapter: AdapterConfig, matrices: Matrices) -> None:
+        """Make an adapter known by a name. Raises UserError as `AdapterSlots.load`."""
+        if not isinstance(self.slots, AdapterSlots):
+            raise UserError(f"The adapter '{name}' has no slot on the device: start with room for adapters.")
+        self.slots.load(name, adapter, matrices)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; its requests finish first. Raises UserError if it is unknown."""
+        if isinstance(self.slots, AdapterSlots):
+            self.slots.unload(name)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            UserError: the prompt is empty, too long, or outside of the model's vocabulary, or the adapter is unknown.
+        """
+        prompt, vocab = request.prompt, self.model.config.vocab_size
+        if request.max_new_tokens is not None and request.max_new_tokens < 1:
+            raise UserError(f"{request.max_new_tokens} new tokens are not possible: use at least one.")
+        if not prompt:
+            raise UserError("The prompt has no tokens: give a text that is not empty.")
+        if len(prompt) > self.max_model_len:
+            raise UserError(
+                f"The prompt has {len(prompt):,} tokens, but a sequence may have {self.max_model_len:,} here: "
+                "shorten it."
+            )
+        if min(prompt) < 0 or max(prompt) >= vocab:
+            raise UserError(
+                f"The prompt has a token outside the model's vocabulary of {vocab:,}: use the model's own tokenizer."
+            )
+        if any(not 0 <= token < vocab for token in request.sampling.logit_bias):
+            raise UserError(f"A logit bias is of a token outside the model's vocabulary of {vocab:,}: leave it out.")
+        if request.logprobs is not None and not 0 <= request.logprobs <= TOP:
+            raise UserError(f"Log-probabilities of {request.logprobs} tokens are not possible: use 0 to {TOP}.")
+        if request.adapter is not None:
+            self.slots.add(request.adapter)
+        self._waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request; it gets no more outputs."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+            if request.adapter is not None:
+                self.slots.release(request.adapter, ran=False)
+        for sequence in self._running:
+            if sequence.request is request:
+                self._end(sequence)
+                break
+        request.finish_reason = request.finish_reason or "abort"
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is unfinished."""
+        return bool(self._waiting or self._running)
+
+    def stats(self) -> EngineStats:
+        used = 1 - self._pool.available / self._pool.count
+        counts = self._prompt_tokens, self._cached_tokens, self._generated_tokens
+        return EngineStats(len(self._running), len(self._waiting), used, *counts)
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[StepOutput]:
+        """Compute pieces of prompts, and the next token of each sequence whose prompt is computed.
+
+        Raises:
+            DeviceLost: the device is gone.
+        """
+        begin, built = time.perf_counter(), len(self._built)
+        outputs = self._step()
+        self.step_seconds = time.perf_counter() - begin if len(self._built) == built else None
+        return outputs
+
+    def _step(self) -> list[StepOutput]:
+        self._admit()
+        self.step_tokens = 0, 0
+        whole = next((s for s in self._running if s.request.prompt_logprobs and not s.computed), None)
+        if whole:
+            self._compute_with_logprobs(whole)
+            return self._choose([whole])
+        decoding = [s for s in self._running if s.computed == s.prompt.size]
+        pieces = self._pieces()
+        ready = [s for s, end in pieces if end == s.prompt.size]
+        self.step_tokens = sum(end - s.computed for s, end in pieces), len(decoding)
+        if pieces:
+            self._prefill(pieces, ready, len(decoding))
+        if decoding:
+            self._decode(decoding)
+        return self._choose([*self._in_order(decoding), *ready]) if decoding or ready else []
+
+    def _admit(self) -> None:
+        """Begin requests in the order that they came, as far as there is room. One whose prompt begins as another's
+        that is being computed waits for that."""
+        computing = {key for s in self._running for key in s.keys[s.computed // BLOCK :]}
+        for request in list(self._waiting):
+            if not self._places:
+                return
+            end = len(request.prompt) + (request.max_new_tokens or self.max_model_len)
+            switch = self.model.config.switch()
+            # Keys of a sequence that becomes longer than this are computed twice.
+            apart = switch is not None and len(request.prompt) <= switch < end
+            adapter = None if request.adapter is None else self.slots.key(request.adapter)
+            long = switch is not None and len(request.prompt) > switch
+            shares = self.state.cache.shares_prefixes and not apart
+            keys = block_keys((adapter, long), request.prompt) if shares else []
+            usable = [] if request.prompt_logprobs else keys[: (len(request.prompt) - 1) // BLOCK]
+            blocks = self._pool.cached(usable)
+            if computing.intersection(usable[len(blocks) : len(blocks) + 1]):
+                self._pool.release(blocks)
+                continue
+            count = cdiv(min(end, self.max_model_len), BLOCK) - len(blocks)
+            slot: int | None = -1
+            if count <= self._pool.available and request.adapter is not None:
+                slot = self.slots.acquire(request.adapter)
+            if count > self._pool.available or slot is None:
+                self._pool.release(blocks)
+                return
+            self._waiting.remove(request)
+            request.cached_tokens = BLOCK * len(blocks)
+            self._prompt_tokens += len(request.prompt)
+            self._cached_tokens += request.cached_tokens
+            sequence = _Sequence(
+                request, self._places.pop(), slot, [*blocks, *self._pool.take(count)], keys,
+                np.array(request.prompt, np.int64), request.cached_tokens,
+            )  # fmt: skip
+            self._running.append(sequence)
+            computing.update(keys[len(blocks) :])
+
+    def _end(self, sequence: _Sequence) -> None:
+        self._running.remove(sequence)
+        self._places.append(sequence.place)
+        self._pool.release(sequence.blocks)
+        if sequence.request.adapter is not None:
+            self.slots.release(sequence.request.adapter, ran=True)
+
+    def _pieces(self) -> list[tuple[_Sequence, int]]:
+        """Sequences with the ends of the pieces of their prompts in the next prefill step."""
+        pieces: list[tuple[_Sequence, int]] = []
+        rows = 0
+        for sequence in self._running:
+            if pieces and not self.state.cache.shares_prefixes:
+                break  # chunks of a delta net are rows of the step, so that each sequence must begin with the first
+            at = sequence.computed
+            while at < sequence.prompt.size:
+                end = min((at // PIECE + 1) * PIECE, sequence.prompt.size)
+                room = self._most_rows - rows
+                if end - at > room:
+                    if rows or self._most_rows >= PIECE:
+                        return pieces
+                    end = at + room
+                rows += end - at
+                if pieces and pieces[-1][0] is sequence:
+                    pieces.pop()
+                pieces.append((sequence, end))
+                at = end
+        return pieces
+
+    @staticmethod
+    def _in_order(sequences: Sequence[_Sequence]) -> list[_Sequence]:
+        """By slot, as rows must be, with the base alone last."""
+        return sorted(sequences, key=lambda s: (s.slot < 0, s.slot))
+
+    def _prefill(self, pieces: list[tuple[_Sequence, int]], ready: list[_Sequence], first: int) -> None:
+        """Compute pieces of prompts; hidden states of the last tokens become rows from `first` on."""
+        ends = dict(pieces)
+        order = self._in_order([sequence for sequence, _ in pieces])
+        starts = [sequence.computed for sequence in order]
+        sizes = np.array([ends[s] - start for s, start in zip(order, starts, strict=True)])
+        last = dict(zip(order, np.cumsum(sizes) - 1, strict=True))
+        rows = StepRows(
+            ids=np.concatenate([s.prompt[start : ends[s]] for s, start in zip(order, starts, strict=True)]),
+            positions=np.concatenate([np.arange(start, ends[s]) for s, start in zip(order, starts, strict=True)]),
+            sequences=np.repeat([s.place for s in order], sizes),
+            slots=np.repeat([s.slot for s in order], sizes),
+            blocks=[s.blocks[: cdiv(ends[s], BLOCK)] for s in order],
+            lengths=np.repeat([s.prompt.size for s in order], sizes),
+            picked=np.array([last[s] for s in ready], np.int64),
+            first=first,
+        )
+        step = self._prefill_step(rows.ids.size)
+        self._run_step(step, rows)
+        for sequence, end in ends.items():
+            for index in range(sequence.computed // BLOCK, min(end // BLOCK, len(sequence.keys))):
+                self._pool.keep(sequence.blocks[index], sequence.keys[index])
+            sequence.computed = end
+
+    def _prefill_step(self, rows: int) -> Step:
+        sizes = self.programs.prefill
+        return sizes[next((size for size in sizes if size >= rows), max(sizes))]
+
+    def _decode(self, decoding: list[_Sequence]) -> None:
+        """Compute the hidden state of each sequence's newest token, as the first rows, in order."""
+        order = self._in_order(decoding)
+        lengths = np.array([s.request.length for s in order])
+        rows = StepRows(
+            ids=np.array([s.request.token_ids[-1] for s in order]),
+            positions=lengths - 1,
+            sequences=np.array([s.place for s in order]),
+            slots=np.array([s.slot for s in order]),
+            blocks=[s.blocks[: cdiv(size, BLOCK)] for s, size in zip(order, lengths.tolist(), strict=True)],
+            lengths=lengths,
+            picked=np.arange(len(order)),
+        )
+        self._run_step(self.programs.decode[self._bucket(len(order))], rows)
+
+    def _bucket(self, rows: int) -> int:
+        return next(size for size in self.programs.limits.rows if size >= rows)
+
+    def _run_step(self, step: Step, rows: StepRows) -> None:
+        step.upload(rows)
+        self._run(step.program)
+
+    def _run(self, program: Program) -> None:
+        self._build(program)
+        program.run()
+
+    def _build(self, program: Program) -> None:
+        if program not in self._built:
+            check_tilings(self.device, [program])
+            program.build(self.arena)
+            self._built.add(program)
+
+    def read_logits(self) -> np.ndarray:
+        """f32 [max_num_seqs, vocab] of the last step, a row for each of its outputs."""
+        chunks = [self.device.read(t.storage.buffer).view(np.float32).reshape(t.shape) for t in self.state.logits]
+        return np.concatenate(chunks, axis=1)
+
+    # -- the next tokens -------------------------------------------------------------------------------------------
+
+    def _choose(self, sequences: list[_Sequence]) -> list[StepOutput]:
+        """The next tokens, from the hidden states of the first rows."""
+        head = self.programs.heads[self._bucket(len(sequences))]
+        tokens = self._sample(head, sequences)
+        wanted = [s.request.logprobs is not None for s in sequences]
+        logprobs = self._logprobs(head, tokens) if any(wanted) else []
+        outputs = []
+        for i, (sequence, token) in enumerate(zip(sequences, tokens.tolist(), strict=True)):
+            request = sequence.request
+            if token == NO_TOKEN:
+                what = f"of the adapter '{request.adapter}'" if request.adapter is not None else "of the model"
+                request.error = (
+                    "The model's logits are not finite, or a grammar allows no token: the weights "
+                    f"{what} may be damaged."
+                )
+                request.finish_reason = "error"
+                self._end(sequence)
+                outputs.append(StepOutput(request, None))
+                continue
+            of_token = None
+            if request.logprobs is not None:
+                of_token = TokenLogprobs(token, logprobs[i].logprob, logprobs[i].top[: request.logprobs])
+            outputs.append(self._output(sequence, token, of_token))
+        return outputs
+
+    def _sample(self, head: Head, sequences: list[_Sequence]) -> np.ndarray:
+        state, rows = self.state, len(sequences)
+        params = np.zeros(rows, PARAMS)
+        masked, edits = np.zeros(rows, np.uint32), []
+        for i, sequence in enumerate(sequences):
+            request = sequence.request
+            params[i] = request.sampling.row(request.length)
+            if request.grammar:
+                words = np.zeros(state.masks.shape[1], np.uint32)
+                request.grammar.fill_mask(words)
+                self.device.write(state.masks.storage.buffer, words, words.nbytes * i)
+                masked[i] = 1
+            if request.sampling.edits_logits:
+                tokens, factors, less = request.sampling.edits(request.prompt, request.token_ids)
+                index = (i * state.vocab + tokens).astype(np.uint32)
+                edits.append(np.stack([index, factors.view(np.uint32), less.view(np.uint32), 0 * index], axis=1))
+        write(self.device, state.masked, masked)
+        self.device.write(state.params.storage.buffer, params.view(np.uint32))
+        self._run(head.logits if edits else head.choose)
+        if edits:
+            whole = np.concatenate(edits)
+            for start in range(0, len(whole), EDITS):
+                part = np.full((EDITS, 4), NO_TOKEN, np.uint32)
+                part[: len(whole[start : start + EDITS])] = whole[start : start + EDITS]
+                self.device.write(state.edits.storage.buffer, part)
+                self._run(self.programs.edits)
+            self._run(head.sample)
+        return self.device.read(state.ids.storage.buffer, 4 * rows).view(np.uint32).astype(np.int64)
+
+    def _logprobs(self, head: Head, targets: np.ndarray) -> list[TokenLogprobs]:
+        """Of target tokens, by the logits of the first rows, which are lost."""
+        state, rows, device = self.state, len(targets), self.device
+        write(device, state.targets, np.where(targets == NO_TOKEN, 0, targets))
+        write(device, state.count, np.array([rows]))
+        self._run(head.logprobs)
+
+        def values(tensor: Tensor, dtype: str) -> np.ndarray:
+            width = tensor.shape[1]
+            return device.read(tensor.storage.buffer, 4 * rows * width).view(dtype).reshape(rows, width)
+
+        top, total, picked, _ = values(state.softmax, "f4").astype(np.float64).T
+        sizes = top + np.log(total)
+        best, ids = values(state.top[head.last], "f4"), values(state.top_ids[head.last], "u4")
+        result = []
+        for i in range(rows):
+            order = np.argsort(-best[i], kind="stable")
+            pairs = [(int(ids[i, j]), float(best[i, j] - sizes[i])) for j in order]
+            result.append(TokenLogprobs(int(targets[i]), float(picked[i] - sizes[i]), pairs))
+        return result
+
+    def _compute_with_logprobs(self, sequence: _Sequence) -> None:
+        """Compute a prompt whose tokens' log-probabilities are wanted, in pieces with a row of the head each."""
+        request, prompt = sequence.request, sequence.prompt
+        for start in range(0, prompt.size - 1, self.max_num_seqs):
+            rows = np.arange(start, min(start + self.max_num_seqs, prompt.size - 1))
+            for at in range(start, rows[-1] + 1, self._most_rows):
+                part = rows[(rows >= at) & (rows < at + self._most_rows)]
+                step = StepRows(
+                    prompt[part], part, np.full(part.size, sequence.place), np.full(part.size, sequence.slot),
+                    [sequence.blocks[: cdiv(int(part[-1]) + 1, BLOCK)]], np.full(part.size, prompt.size),
+                    np.arange(part.size), at - start,
+                )  # fmt: skip
+                self._run_step(self._prefill_step(part.size), step)
+            head = self.programs.heads[self._bucket(rows.size)]
+            write(self.device, self.state.masked, np.zeros(rows.size))
+            self._run(head.logits)
+            sequence.prompt_logprobs += [
+                TokenLogprobs(one.token, one.logprob, one.top[: request.logprobs or 0])
+                for one in self._logprobs(head, prompt[rows + 1])
+            ]
+        last = StepRows(
+            prompt[-1:], np.array([prompt.size - 1]), np.array([sequence.place]), np.array([sequence.slot]),
+            [sequence.blocks[: cdiv(prompt.size, BLOCK)]], np.array([prompt.size]), np.array([0]),
+        )  # fmt: skip
+        self._run_step(self._prefill_step(1), last)
+        sequence.computed = prompt.size
+
+    def _output(self, sequence: _Sequence, token: int, logprobs: TokenLogprobs | None) -> StepOutput:
+        request, of_prompt = sequence.request, None
+        if request.prompt_logprobs and not request.token_ids:
+            of_prompt = sequence.prompt_logprobs
+        self._generated_tokens += 1
+        if token in request.stop_ids:
+            request.finish_reason = "stop"
+            self._end(sequence)
+            return StepOutput(request, None, logprobs, of_prompt)
+        request.token_ids.append(token)
+        if request.grammar:
+            request.grammar.accept(token)
+        if len(request.token_ids) == request.max_new_tokens:
+            request.finish_reason = "length"
+        elif request.length > self.max_model_len:  # the cache has no row left for this token
+            request.finish_reason = "capacity"
+        switch = self.model.config.switch()
+        if request.finish_reason:
+            self._end(sequence)
+        elif switch is not None and request.length == switch + 1:
+            sequence.prompt, sequence.computed = np.array([*request.prompt, *request.token_ids]), 0
+        return StepOutput(request, token, logprobs, of_prompt)
