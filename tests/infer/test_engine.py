@@ -336,6 +336,7 @@ def test_keys_and_values_in_f16_cost_little_accuracy(device: Device, rng: np.ran
         ({"max_model_len": 129}, "supports 1 to 128"),
         ({"max_num_seqs": 0}, "0 sequences"),
         ({"max_model_len": 64, "cache_tokens": 63}, "cache of 63 tokens is too small"),
+        ({"cache_dtype": "bf16"}, "cache of bf16 is not possible: use f32 or f16"),
     ],
 )
 def test_impossible_sizes_are_refused(qwen2: LoadedModel, options: dict[str, Any], message: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from support.serving import FakeEngine, Serving, demo_tokenizer, serving
 
 from wgpu_lora.cli import main
+from wgpu_lora.infer.request import Request
 from wgpu_lora.serve.app import Access
 from wgpu_lora.serve.load_test import figures
 
@@ -53,6 +54,23 @@ def test_chat_keeps_the_conversation(
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n/reset\nthree\n/exit\nfour\n"))
     assert main(["chat", "--url", f"{server.url}/v1"]) == 0
     assert capsys.readouterr().out == "2 None: one\n4 None: two\n2 None: three\n"
+
+
+@pytest.mark.parametrize(("given", "expected"), [([], 100), (["--max-new-tokens", "3"], 3)])
+def test_chat_asks_for_what_a_small_server_allows(
+    monkeypatch: pytest.MonkeyPatch, given: list[str], expected: int
+) -> None:
+    asked: list[tuple[int, int | None]] = []
+
+    def script(request: Request) -> list[int]:
+        asked.append((len(request.prompt), request.max_new_tokens))
+        return [300]
+
+    with serving(lambda: FakeEngine(script=script, max_model_len=100)) as small:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
+        assert main(["chat", "--url", small.url, *given]) == 0
+    prompt, new = asked[0]
+    assert new == min(expected, 100 - prompt)
 
 
 @pytest.mark.parametrize(

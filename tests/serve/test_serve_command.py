@@ -116,12 +116,15 @@ def test_what_does_not_finish_in_time_is_cut_off(ends: list[signal.Signals], str
         assert "Traceback" not in server.process.stderr.read()
 
 
-def test_a_unix_socket(tmp_path: Path) -> None:
+def test_a_unix_socket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "s"
     with process("--unix-socket", str(path), "--max-model-len", "128", "--max-num-seqs", "1"):
         assert path.stat().st_mode & 0o777 == 0o600
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
             assert client.get("http://server/v1/models").json()["data"][0]["id"] == "demo"
+            assert main(["serve", "--model", "demo", "--unix-socket", str(path)]) == 2
+            assert "already in use" in capsys.readouterr().err
+            assert client.get("http://server/health").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -130,6 +133,9 @@ def test_a_unix_socket(tmp_path: Path) -> None:
         (["--host", "203.0.113.1"], "--host 203.0.113.1"),
         (["--max-num-seqs", "0"], "--max-num-seqs"),
         (["--lora-modules", "a=/none"], "/none"),
+        (["--lora-modules", "a="], "--lora-modules a= is not"),
+        (["--lora-modules", "a=/x", "a=/y"], "--lora-modules gives two adapters the name 'a'"),
+        (["--kv-cache-dtype", "bf16"], "use f32 or f16"),
     ],
 )
 def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], part: str) -> None:

@@ -14,6 +14,7 @@ from wgpu_lora.cli.command import Command
 from wgpu_lora.cli.console import Bar, TensorBar
 from wgpu_lora.cli.parameters import BaseDtype, Device, Model, choice
 from wgpu_lora.errors import UserError
+from wgpu_lora.names.spelling import naming, with_renamed_options
 from wgpu_lora.weights.base_formats import AUTO
 
 if TYPE_CHECKING:
@@ -102,8 +103,9 @@ def serve(
     from wgpu_lora.serve.http_server import serve as run
     from wgpu_lora.serve.prompts import Limits
 
-    adapters = named_adapters(lora_modules or [])
-    chosen = model_of(adapters, model)
+    with naming(with_renamed_options({"adapter": "lora_modules"})):
+        adapters = named_adapters(lora_modules or [])
+        chosen = model_of(adapters, model)
     if (served_model_name or chosen) in adapters:
         raise UserError(f"An adapter has the base model's name, {served_model_name or chosen}: give it another.")
     make = partial(

@@ -37,6 +37,7 @@ from wgpu_lora.ops.attention import BLOCK
 from wgpu_lora.ops.sampling import NO_TOKEN, PARAMS
 
 MAX_MODEL_LEN = 4096  # tokens of a sequence by default
+CACHE_DTYPES = ("f32", "f16")
 PIECE = 256  # tokens of a prompt that are computed together
 
 
@@ -100,6 +101,8 @@ class Engine:
             raise UserError(
                 f"A capacity of {length:,} tokens is not possible: {model.name} supports 1 to {limit:,} tokens."
             )
+        if cache_dtype not in CACHE_DTYPES:
+            raise UserError(f"A cache of {cache_dtype} is not possible: use {' or '.join(CACHE_DTYPES)}.")
         if max_num_seqs < 1:
             raise UserError(f"{max_num_seqs} sequences are not possible: use at least one.")
         if cache_tokens is not None and cache_tokens < length:

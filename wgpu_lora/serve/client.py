@@ -77,13 +77,15 @@ class ServerClient:
             raise UserError(f"The server {self.url} refuses: {message or f'it has answered with status {status}'}")
 
 
-def request_of(prompt: str | Sequence[Mapping[str, Any]], settings: GenerationOptions) -> tuple[str, dict[str, Any]]:
-    """(path, body) of a request for a prompt's answer."""
+def request_of(
+    prompt: str | Sequence[Mapping[str, Any]], settings: GenerationOptions, max_tokens: int | None
+) -> tuple[str, dict[str, Any]]:
+    """(path, body) of a request for a prompt's answer. max_tokens: of it; None for as many as the server allows."""
     body: dict[str, Any] = {
         name: getattr(settings, name)
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
     }
-    body |= {"max_tokens": settings.max_new_tokens, "stop": list(settings.stop)}
+    body |= {"max_tokens": max_tokens, "stop": list(settings.stop)}
     if isinstance(prompt, str) and settings.prompt_format == "text":
         return "/v1/completions", {**body, "prompt": prompt}
     if settings.prompt_format not in (None, "chat"):

@@ -30,6 +30,10 @@ class RequestError(UserError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
+def unknown_model(name: str) -> RequestError:
+    return RequestError(f"There is no model '{name:.100}': /v1/models lists them.", 404, "model", "model_not_found")
+
+
 def as_request_error(error: Exception | None, status: int = 500) -> RequestError:
     """An error as one of a request: of what it asked for, or, with another status, of the engine that computed it."""
     if isinstance(error, RequestError):

@@ -38,7 +38,7 @@ def served_answers(
         if isinstance(prompt, Alpaca):
             raise UserError("A row has an instruction, whose wording a server does not know: give messages.")
         text = prompt.prompt if isinstance(prompt, Completion) else prompt
-        path, body = request_of(text, settings)
+        path, body = request_of(text, settings, settings.max_new_tokens)
         (choice,) = client.complete(path, {**body, "return_token_ids": True})["choices"]
         content = choice["text"] if "text" in choice else choice["message"]["content"]
         bar.advance()
@@ -48,8 +48,8 @@ def served_answers(
         return list(pool.map(answer, prompts))
 
 
-def served_chat(client: ServerClient, settings: GenerationOptions) -> int:
-    """A conversation with a server; /reset begins anew, /exit ends it."""
+def served_chat(client: ServerClient, settings: GenerationOptions, max_tokens: int | None) -> int:
+    """A conversation with a server; /reset begins anew, /exit ends it. max_tokens: see `request_of`."""
     from wgpu_lora.serve.client import request_of
 
     reader = Reader()
@@ -61,7 +61,7 @@ def served_chat(client: ServerClient, settings: GenerationOptions) -> int:
             elif text and text.strip():
                 messages.append({"role": "user", "content": text})
                 answer = ""
-                for chunk in client.events(*request_of(messages, settings)):
+                for chunk in client.events(*request_of(messages, settings, max_tokens)):
                     for choice in chunk["choices"]:
                         piece = choice["delta"].get("content") or ""
                         answer += piece
