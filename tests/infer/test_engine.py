@@ -156,6 +156,8 @@ def test_an_adapter_that_is_unloaded_serves_its_requests_first(engine: Engine, t
     engine.unload_adapter("leaving")
     with pytest.raises(UserError, match="no adapter 'leaving'"):
         engine.add(Request([5], "leaving"))
+    with pytest.raises(UserError, match="'leaving' before still has requests"):
+        engine.load_adapter("leaving", *read_adapter_for(engine.model.config, saved))
     while engine.busy:
         engine.step()
     assert (len(first.token_ids), len(second.token_ids)) == (5, 5)
@@ -180,7 +182,7 @@ def test_what_does_not_fit_the_slots_is_refused(engine: Engine, qwen2: LoadedMod
         for name in ("x", "y"):
             small.load_adapter(name, *wide)
             small.add(Request([4], name, max_new_tokens=1))
-        with pytest.raises(UserError, match="2 adapters are in use"):
+        with pytest.raises(UserError, match="2 adapters in memory have requests"):
             small.load_adapter("z", *wide)
         while small.busy:
             small.step()

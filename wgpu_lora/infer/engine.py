@@ -164,9 +164,13 @@ class Engine:
             self._build(program)
 
     def compile(self) -> None:
-        """Compile all programs, so that no step has to."""
+        """Compile all programs, so that no step has to. An answer is computed, too, as some drivers compile only then."""
         for program in self.programs.all():
             self._build(program)
+        self.add(Request([0], max_new_tokens=2))
+        while self.busy:
+            self.step()
+        self._prompt_tokens = self._generated_tokens = 0
 
     def close(self) -> None:
         """Free what was allocated here; the model, and adapters that were given, stay."""

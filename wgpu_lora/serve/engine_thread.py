@@ -20,7 +20,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.errors import NoRoomError, UserError
+from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import Matrices
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.device_errors import DeviceLost
@@ -214,10 +214,7 @@ class EngineThread:
                 raise unknown_model(name)  # it has just been unloaded
             if read is None:
                 return False
-            try:
-                engine.load_adapter(name, *read)
-            except NoRoomError as error:
-                raise RequestError(str(error), 429, code="rate_limit_exceeded") from None
+            engine.load_adapter(name, *read)
         for one in answers:
             engine.add(one.request)
         return True
