@@ -164,7 +164,7 @@ class Engine:
             self._build(program)
 
     def compile(self) -> None:
-        """Compile all programs, so that no step has to. An answer is computed, too, as some drivers compile only then."""
+        """Compile all programs, so that no step has to. An answer is computed, since some drivers compile only then."""
         for program in self.programs.all():
             self._build(program)
         self.add(Request([0], max_new_tokens=2))
