@@ -277,6 +277,21 @@ def test_an_aborted_request_gives_its_place_up_before_the_next_step(engine: Engi
     assert engine.stats().cache_usage == 0
 
 
+def test_prompts_with_log_probabilities_do_not_stop_answers(engine: Engine) -> None:
+    answer = Request([5, 6], max_new_tokens=6)
+    engine.add(answer)
+    engine.step()
+    scored = [Request([7 + i, 8, 9], max_new_tokens=1, logprobs=0, prompt_logprobs=True) for i in range(6)]
+    for request in scored:
+        engine.add(request)
+    for step in range(1, 9):
+        engine.step()
+        assert len(answer.token_ids) == 1 + step // 2
+    while engine.busy:
+        engine.step()
+    assert {request.finish_reason for request in (answer, *scored)} == {"length"}
+
+
 def test_a_step_computes_no_more_of_prompts_than_it_may(qwen2: LoadedModel, rng: np.random.Generator) -> None:
     """Of 40 tokens at most, and so of 16, in one program."""
     ids, sizes = rng.integers(3, 90, 50).tolist(), []
