@@ -185,7 +185,14 @@ def test_options_of_sampling_reach_the_engine() -> None:
     assert (sampler.repetition_penalty, sampler.presence_penalty, sampler.frequency_penalty) == (1.2, 0.1, -0.2)
     assert (sampler.logit_bias, sampler.seed, given.max_new_tokens) == ({7: -100.0}, 3, 9)
     assert set(given.stop_ids) == {8, *TOKENIZER.stop_ids}
-    assert (unset.sampling.temperature, unset.sampling.top_k, unset.max_new_tokens) == (1.0, 0, None)
+    assert (unset.sampling.temperature, unset.sampling.top_k) == (1.0, 0)
+    assert len(unset.prompt) + unset.max_new_tokens == 256  # as many as there is room for
+
+
+def test_a_completion_without_max_tokens_gets_the_rest_of_a_small_server() -> None:
+    with serving(lambda: FakeEngine(script=lambda request: [300] * 100, max_model_len=20)) as server:
+        (choice,) = server.client.completions.create(model="base", prompt=[300] * 15).choices
+        assert (choice.finish_reason, choice.text) == ("length", TOKENIZER.decode([300] * 5))
 
 
 def test_tokens_and_back(server: Serving) -> None:

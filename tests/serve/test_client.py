@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import json
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from support.serving import FakeEngine, Serving, demo_tokenizer, serving
 
 from wgpu_lora.cli import main
+from wgpu_lora.infer.request import Request
 from wgpu_lora.serve.app import Access
 from wgpu_lora.serve.load_test import figures
 
@@ -55,11 +58,31 @@ def test_chat_keeps_the_conversation(
     assert capsys.readouterr().out == "2 None: one\n4 None: two\n2 None: three\n"
 
 
+@pytest.mark.parametrize(("given", "expected"), [([], 100), (["--max-new-tokens", "3"], 3)])
+def test_chat_asks_for_what_a_small_server_allows(
+    monkeypatch: pytest.MonkeyPatch, given: list[str], expected: int
+) -> None:
+    asked: list[tuple[int, int | None]] = []
+
+    def script(request: Request) -> list[int]:
+        asked.append((len(request.prompt), request.max_new_tokens))
+        return [300]
+
+    with serving(lambda: FakeEngine(script=script, max_model_len=100)) as small:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
+        assert main(["chat", "--url", small.url, *given]) == 0
+    prompt, new = asked[0]
+    assert new == min(expected, 100 - prompt)
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
         (["--url", "http://127.0.0.1:1"], "does not answer"),
         (["--url", "nowhere"], "is not an address"),
+        (["--url", "http://[::1"], "is not an address"),
+        (["--url", "http://127.0.0.1:port"], "is not an address"),
+        (["--url", "http://"], "is not an address"),
         (["--url", "URL", "--model", "none"], "There is no model 'none'"),
         (["--url", "URL", "--device", "0"], "--device does nothing with --url"),
         (["--url", "URL", "--prompt-format", "alpaca"], "--prompt-format alpaca"),
@@ -72,6 +95,40 @@ def test_what_a_server_cannot_do_is_one_sentence(
     assert main(["generate", "--prompt", "x", *given]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert part in line
+
+
+@pytest.mark.parametrize("answer", ["{}", "[]", "5", '{"data": []}', '{"data": [{"id": "x"}]}', "<html>", "\xff"])
+def test_other_servers_are_refused(capsys: pytest.CaptureFixture[str], answer: str) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer.encode("latin-1"))
+
+        do_POST = do_GET
+
+        def log_message(self, *arguments: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        try:
+            assert main(["generate", "--prompt", "x", "--url", f"http://127.0.0.1:{other.server_port}"]) == 2
+        finally:
+            other.shutdown()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "does not answer as one of OpenAI's API" in line
+
+
+def test_a_person_goes_on_after_a_refusal(
+    server: Serving, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["one", "x " * 3000, "two"])
+    monkeypatch.setattr("wgpu_lora.cli.inference.line_reader.is_terminal", lambda stream: stream is sys.stdin)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, "/exit"))
+    assert main(["chat", "--url", server.url]) == 0
+    out, err = capsys.readouterr()
+    assert out == "2 None: one\n4 None: two\n"
+    assert "2,000 tokens" in err
 
 
 def test_the_key_is_sent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,5 +134,5 @@ def test_no_request_is_a_fault(server: Serving, client: httpx.Client, request: t
     assert answer.status_code in (200, 400, 404), (answer.status_code, answer.text)
     if answer.status_code != 200:
         assert answer.json()["error"]["message"]
-    assert "fault of the server" not in answer.text
+    assert "a fault of its own" not in answer.text
     assert client.get("/health").status_code == 200

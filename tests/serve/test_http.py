@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.serving import FakeEngine, Serving, save_adapter, serving
 
 from wgpu_lora.assets import DEMO_MODEL
+from wgpu_lora.errors import NoRoomError
 from wgpu_lora.gpu.device_errors import DeviceLost
 from wgpu_lora.models.model_files import read_model
 from wgpu_lora.serve.app import Access
@@ -223,12 +225,50 @@ def test_adapters_come_and_go(tmp_path: Path) -> None:
         refused = post("load", lora_name="broken", lora_path=str(broken))
         assert refused.status_code == 400
         assert "broken" in refused.json()["error"]["message"]
-        assert post("load", lora_name="x", lora_path=str(tmp_path / "none")).status_code == 404
+        for missing in (str(tmp_path / "none"), "a" * 5000, "a\0"):
+            assert post("load", lora_name="x", lora_path=missing).status_code == 404
         ask()
         assert post("unload", lora_name="new").status_code == 200
         assert post("unload", lora_name="new").status_code == 404
         with pytest.raises(openai.NotFoundError):
             ask()
+
+
+def test_adapters_that_gave_way_are_read_again_whoever_asks_beside(tmp_path: Path) -> None:
+    directories = {f"a{i}": save_adapter(tmp_path / f"a{i}", seed=i) for i in range(3)}
+
+    class Small(FakeEngine):
+        """Has room for one adapter in memory, and those with requests stay."""
+
+        def load_adapter(self, name: str, adapter: Any, matrices: Any) -> None:
+            if used := {request.adapter for request in (*self.running, *self.waiting)} - {None}:
+                raise NoRoomError(f"{used} have requests: wait.")
+            assert name not in self.adapters
+            self.adapters = {name: adapter}
+
+    def make() -> FakeEngine:
+        result = Small(script=lambda request: [300] * 5, seconds=0.01)
+        result.model.config = read_model(DEMO_MODEL).config
+        return result
+
+    with serving(make, adapters=(), allow_runtime_lora=True) as server:
+        for name, directory in directories.items():
+            body = {"lora_name": name, "lora_path": str(directory)}
+            assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=body).status_code == 200
+
+        def ask(number: int) -> int:
+            body = {"model": f"a{number % 3}", "prompt": "x", "n": 2}
+            return httpx.post(f"{server.url}/v1/completions", json=body).status_code
+
+        assert [ask(number) for number in range(4)] == [200] * 4
+        with ThreadPoolExecutor(8) as pool:
+            statuses = set(pool.map(ask, range(48)))
+        assert statuses <= {200, 429}
+        assert 200 in statuses
+        for name in directories:
+            answer = httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": name})
+            assert answer.status_code == 200
+        assert not server.fake.adapters
 
 
 def test_figures_are_prometheus(server: Serving) -> None:

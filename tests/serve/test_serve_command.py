@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,10 @@ from openai import OpenAI
 from support.serving import save_adapter
 
 from wgpu_lora.cli import main
+from wgpu_lora.events import SILENT
+from wgpu_lora.infer.request import Request
+from wgpu_lora.serve.http_server import open_engine
+from wgpu_lora.weights.base_formats import AUTO
 
 SECONDS = float(os.environ.get("WGPU_LORA_SECONDS", "20"))
 CLIENTS = 64
@@ -116,12 +120,15 @@ def test_what_does_not_finish_in_time_is_cut_off(ends: list[signal.Signals], str
         assert "Traceback" not in server.process.stderr.read()
 
 
-def test_a_unix_socket(tmp_path: Path) -> None:
+def test_a_unix_socket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "s"
     with process("--unix-socket", str(path), "--max-model-len", "128", "--max-num-seqs", "1"):
         assert path.stat().st_mode & 0o777 == 0o600
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
             assert client.get("http://server/v1/models").json()["data"][0]["id"] == "demo"
+            assert main(["serve", "--model", "demo", "--unix-socket", str(path)]) == 2
+            assert "already in use" in capsys.readouterr().err
+            assert client.get("http://server/health").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -130,10 +137,17 @@ def test_a_unix_socket(tmp_path: Path) -> None:
         (["--host", "203.0.113.1"], "--host 203.0.113.1"),
         (["--max-num-seqs", "0"], "--max-num-seqs"),
         (["--lora-modules", "a=/none"], "/none"),
+        (["--lora-modules", "a="], "--lora-modules a= is not"),
+        (["--lora-modules", "a=/x", "a=/y"], "--lora-modules gives two adapters the name 'a'"),
+        (["--kv-cache-dtype", "bf16"], "use f32 or f16"),
+        (["--model", "ADAPTER"], "give it as --lora-modules"),
     ],
 )
-def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], part: str) -> None:
-    assert main(["serve", "--model", "demo", "--port", "0", *arguments]) == 2
+def test_wrong_options_are_refused(
+    capsys: pytest.CaptureFixture[str], adapters: dict[str, Path], arguments: list[str], part: str
+) -> None:
+    given = [str(adapters["a0"]) if argument == "ADAPTER" else argument for argument in arguments]
+    assert main(["serve", "--model", "demo", "--port", "0", *given]) == 2
     assert part in capsys.readouterr().err
 
 
@@ -142,6 +156,22 @@ def test_an_adapter_cannot_have_the_base_models_name(
 ) -> None:
     assert main(["serve", "--lora-modules", f"demo={adapters['a0']}"]) == 2
     assert "base model's name, demo" in capsys.readouterr().err
+
+
+def test_no_request_waits_for_compilers() -> None:
+    engine = open_engine(
+        {}, model="demo", device=None, base_dtype=AUTO, max_loras=None, max_lora_rank=None, dora=False,
+        show=lambda model: nullcontext(SILENT), max_model_len=64, max_num_seqs=2,
+    )  # fmt: skip
+    try:
+        assert engine.stats().generated_tokens == 0
+        engine.add(Request([300], logprobs=1, max_new_tokens=2))
+        while engine.busy:
+            engine.step()
+            assert engine.step_seconds  # None if a program was compiled
+    finally:
+        engine.close()
+        engine.model.unload()
 
 
 @pytest.mark.slow

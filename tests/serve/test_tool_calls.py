@@ -48,6 +48,8 @@ CASES: list[tuple[ToolFormat, str, str, Calls]] = [
     (LLAMA, '{"answer": 42}', '{"answer": 42}', []),
     (LLAMA, 'It is {"name": "a", "parameters": {}}', 'It is {"name": "a", "parameters": {}}', []),
     (LLAMA, '{"name": 5, "parameters": {}}', '{"name": 5, "parameters": {}}', []),
+    (LLAMA, '{"name": "a", "parameters": {"x": NaN}}', '{"name": "a", "parameters": {"x": NaN}}', []),
+    (LLAMA, r'{"name": "a", "parameters": {"x": "\ud83d"}}', r'{"name": "a", "parameters": {"x": "\ud83d"}}', []),
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from wgpu_lora.cli.command import Command
 from wgpu_lora.cli.console import Bar, TensorBar
 from wgpu_lora.cli.parameters import BaseDtype, Device, Model, choice
 from wgpu_lora.errors import UserError
+from wgpu_lora.names.spelling import naming, with_renamed_options
 from wgpu_lora.weights.base_formats import AUTO
 
 if TYPE_CHECKING:
@@ -102,21 +103,22 @@ def serve(
     from wgpu_lora.serve.http_server import serve as run
     from wgpu_lora.serve.prompts import Limits
 
-    adapters = named_adapters(lora_modules or [])
-    chosen = model_of(adapters, model)
-    if (served_model_name or chosen) in adapters:
-        raise UserError(f"An adapter has the base model's name, {served_model_name or chosen}: give it another.")
-    make = partial(
-        open_engine, model=chosen, device=device, base_dtype=base_dtype, max_loras=max_loras, dora=dora, show=_loading,
-        max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras, max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, cache_tokens=cache_tokens,
-        cache_dtype=kv_cache_dtype,
-    )  # fmt: skip
-    run(
-        make, adapters, served_model_name or chosen, host=host, port=port, unix_socket=unix_socket, api_key=api_key,
-        origins=tuple(allowed_origins or ()), allow_runtime_lora=allow_runtime_lora, limits=Limits(queue=max_queue),
-        end_seconds=end_seconds, tell=lambda address: print(f"Listening on {address}", flush=True),
-    )  # fmt: skip
+    with naming(with_renamed_options({"adapter": "lora_modules"})):
+        adapters = named_adapters(lora_modules or [])
+        chosen = model_of(adapters, model)
+        if (served_model_name or chosen) in adapters:
+            raise UserError(f"An adapter has the base model's name, {served_model_name or chosen}: give it another.")
+        make = partial(
+            open_engine, model=chosen, device=device, base_dtype=base_dtype, max_loras=max_loras, dora=dora,
+            max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras, max_model_len=max_model_len, show=_loading,
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, cache_tokens=cache_tokens,
+            cache_dtype=kv_cache_dtype,
+        )  # fmt: skip
+        run(
+            make, adapters, served_model_name or chosen, host=host, port=port, unix_socket=unix_socket, api_key=api_key,
+            origins=tuple(allowed_origins or ()), allow_runtime_lora=allow_runtime_lora, limits=Limits(queue=max_queue),
+            end_seconds=end_seconds, tell=lambda address: print(f"Listening on {address}", flush=True),
+        )  # fmt: skip
     return 0
 
 

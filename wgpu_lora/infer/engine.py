@@ -37,6 +37,7 @@ from wgpu_lora.ops.attention import BLOCK
 from wgpu_lora.ops.sampling import NO_TOKEN, PARAMS
 
 MAX_MODEL_LEN = 4096  # tokens of a sequence by default
+CACHE_DTYPES = ("f32", "f16")
 PIECE = 256  # tokens of a prompt that are computed together
 
 
@@ -100,6 +101,8 @@ class Engine:
             raise UserError(
                 f"A capacity of {length:,} tokens is not possible: {model.name} supports 1 to {limit:,} tokens."
             )
+        if cache_dtype not in CACHE_DTYPES:
+            raise UserError(f"A cache of {cache_dtype} is not possible: use {' or '.join(CACHE_DTYPES)}.")
         if max_num_seqs < 1:
             raise UserError(f"{max_num_seqs} sequences are not possible: use at least one.")
         if cache_tokens is not None and cache_tokens < length:
@@ -115,6 +118,7 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._running: list[_Sequence] = []
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self._scored = False  # whether the last step computed a prompt with log-probabilities
         self.step_tokens = 0, 0  # of prompts, and decoded, in the last step
         self.step_seconds: float | None = None  # None if a program was compiled in it
         self.arena, self._claim, self._built = Arena(self.device), ExitStack(), set[Program]()
@@ -161,9 +165,13 @@ class Engine:
             self._build(program)
 
     def compile(self) -> None:
-        """Compile all programs, so that no step has to."""
+        """Compile all programs, so that no step has to. An answer is computed, since some drivers compile only then."""
         for program in self.programs.all():
             self._build(program)
+        self.add(Request([0], max_new_tokens=2))
+        while self.busy:
+            self.step()
+        self._prompt_tokens = self._generated_tokens = 0
 
     def close(self) -> None:
         """Free what was allocated here; the model, and adapters that were given, stay."""
@@ -252,11 +260,12 @@ class Engine:
         self._admit()
         self.step_tokens = 0, 0
         whole = next((s for s in self._running if s.request.prompt_logprobs and not s.computed), None)
-        if whole:
-            self._compute_with_logprobs(whole)
-            return self._choose([whole])
         decoding = [s for s in self._running if s.computed == s.prompt.size]
         pieces = self._pieces()
+        self._scored = whole is not None and not (self._scored and (decoding or pieces))  # every other step at most
+        if whole and self._scored:
+            self._compute_with_logprobs(whole)
+            return self._choose([whole])
         ready = [s for s, end in pieces if end == s.prompt.size]
         self.step_tokens = sum(end - s.computed for s, end in pieces), len(decoding)
         if pieces:
@@ -318,7 +327,7 @@ class Engine:
             if pieces and not self.state.cache.shares_prefixes:
                 break  # chunks of a delta net are rows of the step, so that each sequence must begin with the first
             at = sequence.computed
-            while at < sequence.prompt.size:
+            while at < sequence.prompt.size and not sequence.request.prompt_logprobs:
                 end = min((at // PIECE + 1) * PIECE, sequence.prompt.size)
                 room = self._most_rows - rows
                 if end - at > room:

@@ -29,12 +29,17 @@ class ServerClient:
     """
 
     def __init__(self, url: str, model: str | None = None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            self._open, port = {"http": (HTTPConnection, 80), "https": (HTTPSConnection, 443)}[parts.scheme]
+            self._address = parts.hostname or "", parts.port or port
+        except (ValueError, LookupError):
+            self._address = "", 0
+        if not self._address[0]:
             raise UserError(f"--url {url} is not an address of a server: give one such as http://127.0.0.1:8000.")
-        self._open, self._address = HTTPSConnection if parts.scheme == "https" else HTTPConnection, parts.netloc
         self._prefix, self.url = parts.path.rstrip("/").removesuffix("/v1"), url
-        self.model = model or self._json("GET", "/v1/models")["data"][0]["id"]
+        with self.understood():
+            self.model = model or self._json("GET", "/v1/models")["data"][0]["id"]
 
     def complete(self, path: str, body: Mapping[str, Any]) -> Any:
         """The answer to a body for the path, such as /v1/completions."""
@@ -49,6 +54,17 @@ class ServerClient:
                     self._check(chunk)
                     yield chunk
 
+    @contextmanager
+    def understood(self) -> Iterator[None]:
+        """For reading answers, which may be of another program."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise self._not_understood(error) from None
+
+    def _not_understood(self, error: Exception) -> UserError:
+        return UserError(f"The server {self.url} does not answer as one of OpenAI's API ({error}).")
+
     def _json(self, method: str, path: str, body: Any = None) -> Any:
         with self._sent(method, path, body) as response:
             return json.loads(response.read())
@@ -58,7 +74,7 @@ class ServerClient:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY):
             headers["Authorization"] = f"Bearer {key}"
-        connection = self._open(self._address, timeout=SECONDS)
+        connection = self._open(*self._address, timeout=SECONDS)
         try:
             connection.request(method, self._prefix + path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
@@ -66,7 +82,7 @@ class ServerClient:
                 self._check(json.loads(response.read()), response.status)
             yield response
         except (OSError, HTTPException, ValueError) as error:
-            raise UserError(f"The server {self.url} does not answer as one of OpenAI's API ({error}).") from None
+            raise self._not_understood(error) from None
         finally:
             connection.close()
 
@@ -77,13 +93,15 @@ class ServerClient:
             raise UserError(f"The server {self.url} refuses: {message or f'it has answered with status {status}'}")
 
 
-def request_of(prompt: str | Sequence[Mapping[str, Any]], settings: GenerationOptions) -> tuple[str, dict[str, Any]]:
-    """(path, body) of a request for a prompt's answer."""
+def request_of(
+    prompt: str | Sequence[Mapping[str, Any]], settings: GenerationOptions, max_tokens: int | None
+) -> tuple[str, dict[str, Any]]:
+    """(path, body) of a request for a prompt's answer. max_tokens: of it; None for as many as the server allows."""
     body: dict[str, Any] = {
         name: getattr(settings, name)
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
     }
-    body |= {"max_tokens": settings.max_new_tokens, "stop": list(settings.stop)}
+    body |= {"max_tokens": max_tokens, "stop": list(settings.stop)}
     if isinstance(prompt, str) and settings.prompt_format == "text":
         return "/v1/completions", {**body, "prompt": prompt}
     if settings.prompt_format not in (None, "chat"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,8 @@ from starlette.types import Receive, Scope, Send
 from wgpu_lora.infer.request import Request, TokenLogprobs
 from wgpu_lora.models.adapter_modules import read_adapter_for
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.serve.engine_thread import EngineThread, Piece, RunningAnswer, StreamedText
-from wgpu_lora.serve.errors import RequestError, as_request_error
+from wgpu_lora.serve.engine_thread import AdapterFiles, EngineThread, Piece, RunningAnswer, StreamedText
+from wgpu_lora.serve.errors import RequestError, as_request_error, unknown_model
 from wgpu_lora.serve.grammars import Vocabulary, grammar_source
 from wgpu_lora.serve.prompts import Limits, check_room, conversation_ids, samplers, text_ids
 from wgpu_lora.serve.schema import (
@@ -78,9 +79,7 @@ class Service:
         """The adapter that a request names, None for the base. Raises RequestError."""
         name = None if body.model in (None, self.name) else body.model
         if name is not None and name not in self.engine.adapters:
-            raise RequestError(
-                f"There is no model '{name:.100}': /v1/models lists them.", 404, "model", code="model_not_found"
-            )
+            raise unknown_model(name)
         scaled = [one for one in body.lora or [] if one.scale != 0]
         if len(scaled) > 1:
             raise RequestError("'lora' names several adapters, whose sum is not supported: give one.", param="lora")
@@ -99,23 +98,23 @@ class Service:
         if name in self.engine.adapters or name == self.name:
             raise RequestError(f"The name '{name}' is taken: use another, or unload it first.", param="lora_name")
         directory = Path(body.lora_path)
-        if not directory.is_dir():
-            raise RequestError(f"There is no directory {directory}.", 404, "lora_path")
-        await self._load(name, directory)
+        if not os.path.isdir(directory):
+            raise RequestError(f"There is no directory {body.lora_path:.1000}.", 404, "lora_path")
+        read = await self._read(directory)
+        await self.engine.call(lambda engine: engine.load_adapter(name, *read))
         self.engine.adapters[name] = directory
         return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
 
-    async def _load(self, name: str, directory: Path) -> None:
-        adapter, matrices = await run_in_threadpool(read_adapter_for, self._config, directory)
-        await self.engine.call(lambda engine: engine.load_adapter(name, adapter, matrices))
+    async def _read(self, directory: Path) -> AdapterFiles:
+        return await run_in_threadpool(read_adapter_for, self._config, directory)
 
     async def unload_adapter(self, body: UnloadAdapter, raw: Json) -> Response:
         if body.lora_name not in self.engine.adapters:
             raise RequestError(f"There is no adapter '{body.lora_name:.100}': /v1/models lists them.", 404, "lora_name")
-        del self.engine.adapters[body.lora_name]
-        if body.lora_name in self.engine.loaded:
-            await self.engine.call(lambda engine: engine.unload_adapter(body.lora_name))
-        return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
+        name = body.lora_name
+        del self.engine.adapters[name]
+        await self.engine.call(lambda engine: engine.unload_adapter(name) if name in engine.slots.names else None)
+        return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
 
     async def answers(
         self,
@@ -123,10 +122,19 @@ class Service:
         prompts: Sequence[Sequence[int]],
         source: str | None,
         max_tokens: int | None,
+        default: int,
         markers: Mapping[int, str],
         **wanted: Any,
     ) -> list[RunningAnswer]:
-        """The answers to prompts, `n` to each, which run now. wanted: further fields of `Request`. Raises UserError."""
+        """The answers to prompts, `n` to each, which run now.
+
+        Args:
+            max_tokens: asked for; otherwise, as many of `default` as there is room for.
+            wanted: further fields of `Request`.
+
+        Raises:
+            UserError: a prompt or an option is not possible.
+        """
         adapter, stop = self.adapter_of(body), [body.stop] if isinstance(body.stop, str) else body.stop or []
         for prompt in prompts:
             check_room(prompt, max_tokens, self.max_model_len)
@@ -138,15 +146,18 @@ class Service:
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
         result: list[RunningAnswer] = []
         for prompt in prompts:
+            new_tokens = max_tokens or min(default, self.max_model_len - len(prompt))
             for draw in draws:
                 request = Request(
-                    list(prompt), adapter, draw, max_tokens, stop_ids, grammar=grammar and grammar.copy(), **wanted
+                    list(prompt), adapter, draw, new_tokens, stop_ids, grammar=grammar and grammar.copy(), **wanted
                 )
                 text = StreamedText(self._decoder, stop, markers)
                 result.append(RunningAnswer(len(result), request, text, pieces, adapter or self.name))
-        if adapter is not None and adapter not in self.engine.loaded:  # it was the one that was used least
-            await self._load(adapter, self.engine.adapters[adapter])
-        await self.engine.start(result)
+        if not await self.engine.start(result):  # the adapter was the one that was used least
+            directory = self.engine.adapters.get(adapter or "")
+            if directory is None:
+                raise unknown_model(adapter or "")
+            await self.engine.start(result, await self._read(directory))
         return result
 
     async def respond(
@@ -215,6 +226,7 @@ class Service:
             [prompt],
             source,
             body.max_completion_tokens or body.max_tokens,
+            self.max_model_len,
             self._markers if parses else {},
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
@@ -255,7 +267,8 @@ class Service:
             body,
             ids,
             grammar_source(body),
-            body.max_tokens or 16,
+            body.max_tokens,
+            16,
             {},
             logprobs=body.logprobs,
             prompt_logprobs=bool(body.echo) and body.logprobs is not None,

@@ -21,14 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.peft_adapter import Matrices
+from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.device_errors import DeviceLost
 from wgpu_lora.infer.answers import StreamedAnswer
 from wgpu_lora.infer.engine import Engine
 from wgpu_lora.infer.request import Request, StepOutput, TokenLogprobs
-from wgpu_lora.serve.errors import RequestError, as_request_error
+from wgpu_lora.serve.errors import RequestError, as_request_error, unknown_model
 from wgpu_lora.serve.grammars import TokenGrammar
 from wgpu_lora.serve.metrics import Metrics
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
+
+AdapterFiles = tuple[AdapterConfig, Matrices]
 
 
 class StreamedText(StreamedAnswer):
@@ -96,7 +100,7 @@ class EngineThread:
         self._engine, self._make, self._limit, self._on_end = engine, make, limit, on_end
         self.adapters = dict(adapters)
         self.failure: Exception | None = None  # that ended the thread
-        self.stats, self.loaded = engine.stats(), list(adapters)
+        self.stats = engine.stats()
         self.metrics = Metrics(name, lambda: self.stats)
         self._answers: dict[Request, RunningAnswer] = {}
         self._commands: queue.SimpleQueue[tuple[Future[Any], Callable[[Engine], Any]] | None] = queue.SimpleQueue()
@@ -112,11 +116,14 @@ class EngineThread:
         """What `act` returns or raises in the engine's thread, between two steps."""
         return await asyncio.wrap_future(self._submit(act))
 
-    async def start(self, answers: Sequence[RunningAnswer]) -> None:
-        """Run answers, whose pieces then come.
+    async def start(self, answers: Sequence[RunningAnswer], read: AdapterFiles | None = None) -> bool:
+        """Run answers of a request, whose pieces then come.
+
+        Returns: False if their adapter is not in memory, and must be given as `read`.
 
         Raises:
-            RequestError: too many answers are unfinished (429), or the engine has failed (503).
+            RequestError: too many answers are unfinished, or adapters in use (429); the adapter has been unloaded
+                (404); or the engine has failed (503).
             UserError: the engine refuses one.
         """
         if len(self._answers) + len(answers) > self._limit:
@@ -126,11 +133,14 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._answers |= {one.request: one for one in answers}
         try:
-            for one in answers:
-                await self.call(partial(self._add, one))
+            started: bool = await self.call(partial(self._add, answers, read))
         except BaseException:
             self.stop(answers)
             raise
+        if not started:
+            for one in answers:
+                self._answers.pop(one.request, None)
+        return started
 
     def stop(self, answers: Sequence[RunningAnswer]) -> None:
         """End answers that are not finished; their pieces come no more."""
@@ -162,7 +172,7 @@ class EngineThread:
                         break
                     if self._engine.busy:
                         self._pass_on(self._engine.step())
-                    self.stats, self.loaded = self._engine.stats(), self._engine.slots.names
+                    self.stats = self._engine.stats()
                 except Exception as error:
                     self._recover(error)
         except Exception as error:
@@ -195,10 +205,19 @@ class EngineThread:
                     if not isinstance(error, UserError) or isinstance(error, DeviceLost):
                         raise
 
-    def _add(self, one: RunningAnswer, engine: Engine) -> None:
-        if one.request not in self._answers:
-            raise as_request_error(self.failure, 503)  # it has been failed with those that ran
-        engine.add(one.request)
+    def _add(self, answers: Sequence[RunningAnswer], read: AdapterFiles | None, engine: Engine) -> bool:
+        name = answers[0].request.adapter
+        if any(one.request not in self._answers for one in answers):
+            raise as_request_error(self.failure, 503)  # they have been failed with those that ran
+        if name is not None and name not in engine.slots.names:
+            if name not in self.adapters:
+                raise unknown_model(name)  # it has just been unloaded
+            if read is None:
+                return False
+            engine.load_adapter(name, *read)
+        for one in answers:
+            engine.add(one.request)
+        return True
 
     def _pass_on(self, outputs: list[StepOutput]) -> None:
         # The next step may set a request's finish_reason before this output is read.
@@ -220,7 +239,7 @@ class EngineThread:
         self._remade = True
         with suppress(Exception):
             self._engine.close()
-        self._engine = self._make(self.adapters)
+        self._engine = self._make(dict(self.adapters))
 
     def _fail(self, error: Exception) -> None:
         for one in list(self._answers.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -72,6 +73,7 @@ def open_engine(
         )
     for name, one in read.items():
         engine.load_adapter(name, *one)
+    engine.compile()  # so that no request waits for it
     return engine
 
 
@@ -80,11 +82,13 @@ def listen(host: str, port: int, unix_socket: Path | None) -> socket.socket:
     try:
         if unix_socket is None:
             return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        if unix_socket.is_socket():  # of a server that was killed
-            unix_socket.unlink()
+        with socket.socket(socket.AF_UNIX) as probe:
+            if unix_socket.is_socket() and probe.connect_ex(str(unix_socket)) == errno.ECONNREFUSED:
+                unix_socket.unlink()  # of a server that was killed
         result = socket.socket(socket.AF_UNIX)
         result.bind(str(unix_socket))
         unix_socket.chmod(0o600)
+        result.listen()  # now, so that another server finds it in use
         return result
     except OSError as error:
         where = f"--unix-socket {unix_socket}" if unix_socket else f"--host {host} --port {port}"

@@ -127,9 +127,11 @@ def overlap(text: str, marker: str) -> int:
 
 
 def tool_call(name: Any, arguments: Any) -> Json:
+    """A call as OpenAI's. Raises ValueError if the arguments are no JSON, or the name no text."""
     if not isinstance(name, str):
         raise ValueError("the name of a function must be text")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    (name + text).encode()  # half of a surrogate pair cannot be sent
     return {"id": f"call_{token_hex(12)}", "type": "function", "function": {"name": name, "arguments": text}}
 
 

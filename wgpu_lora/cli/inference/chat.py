@@ -30,7 +30,7 @@ from wgpu_lora.cli.inference.sampling_options import (
 )
 from wgpu_lora.cli.inference.server import OWN, Url, served_chat
 from wgpu_lora.cli.inference.slash_commands import SlashCommands
-from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Model, refuse_unused
+from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Model, is_given, refuse_unused
 from wgpu_lora.errors import UserError
 from wgpu_lora.signals import ENDING, on_end_signal
 from wgpu_lora.text import escape_unprintable, join_words
@@ -91,7 +91,8 @@ def chat(
         from wgpu_lora.serve.client import ServerClient
 
         refuse_unused(ctx, (*OWN, "max_length"), "with --url")
-        return served_chat(ServerClient(url, model), generation_options(settings, "The command line"))
+        most = max_new_tokens if is_given(ctx, "max_new_tokens") else None
+        return served_chat(ServerClient(url, model), generation_options(settings, "The command line"), most)
     return run_chat(model, adapter or [], compare, settings, max_length, device, base_dtype)
 
 

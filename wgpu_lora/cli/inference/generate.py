@@ -25,7 +25,7 @@ from wgpu_lora.cli.inference.sampling_options import (
     for_stdout,
 )
 from wgpu_lora.cli.inference.server import OWN, Url, served_answers, served_chat
-from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Json, Model, refuse_unused
+from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Json, Model, is_given, refuse_unused
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import count_noun, escape_unprintable
 from wgpu_lora.weights.base_formats import AUTO
@@ -107,7 +107,8 @@ def generate(
 
         if url:
             refuse_unused(ctx, OWN, "with --url")
-            return served_chat(ServerClient(url, model), generation_options(settings, "The command line"))
+            most = max_new_tokens if is_given(ctx, "max_new_tokens") else None
+            return served_chat(ServerClient(url, model), generation_options(settings, "The command line"), most)
         return run_chat(model, adapter or [], compare, settings, None, device, base_dtype)
     if temperature == 0:
         refuse_unused(ctx, DRAWING, "at --temperature 0, which takes the most likely token")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,18 +39,20 @@ def served_answers(
         if isinstance(prompt, Alpaca):
             raise UserError("A row has an instruction, whose wording a server does not know: give messages.")
         text = prompt.prompt if isinstance(prompt, Completion) else prompt
-        path, body = request_of(text, settings)
-        (choice,) = client.complete(path, {**body, "return_token_ids": True})["choices"]
-        content = choice["text"] if "text" in choice else choice["message"]["content"]
+        path, body = request_of(text, settings, settings.max_new_tokens)
+        with client.understood():
+            (choice,) = client.complete(path, {**body, "return_token_ids": True})["choices"]
+            content = choice["text"] if "text" in choice else choice["message"]["content"]
+            result = Answer(prompt, content or "", choice.get("token_ids") or [], choice["finish_reason"], 0.0)
         bar.advance()
-        return Answer(prompt, content or "", choice.get("token_ids") or [], choice["finish_reason"], 0.0)
+        return result
 
     with Bar("answering", len(prompts)) as bar, ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(answer, prompts))
 
 
-def served_chat(client: ServerClient, settings: GenerationOptions) -> int:
-    """A conversation with a server; /reset begins anew, /exit ends it."""
+def served_chat(client: ServerClient, settings: GenerationOptions, max_tokens: int | None) -> int:
+    """A conversation with a server; /reset begins anew, /exit ends it. max_tokens: see `request_of`."""
     from wgpu_lora.serve.client import request_of
 
     reader = Reader()
@@ -61,11 +64,22 @@ def served_chat(client: ServerClient, settings: GenerationOptions) -> int:
             elif text and text.strip():
                 messages.append({"role": "user", "content": text})
                 answer = ""
-                for chunk in client.events(*request_of(messages, settings)):
-                    for choice in chunk["choices"]:
-                        piece = choice["delta"].get("content") or ""
-                        answer += piece
-                        print(for_stdout(piece), end="", flush=True)
+                try:
+                    with client.understood():
+                        for chunk in client.events(*request_of(messages, settings, max_tokens)):
+                            for choice in chunk["choices"]:
+                                piece = choice["delta"].get("content") or ""
+                                answer += piece
+                                print(for_stdout(piece), end="", flush=True)
+                except KeyboardInterrupt:  # by a person who has read enough
+                    if not reader.typed:
+                        raise
+                except UserError as error:
+                    if not reader.typed:
+                        raise
+                    print(f"wgpu-lora: {error}", file=sys.stderr, flush=True)
+                    messages.pop()
+                    continue
                 print(flush=True)
                 messages.append({"role": "assistant", "content": answer})
     finally:
