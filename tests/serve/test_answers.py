@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -18,17 +17,6 @@ TOKENIZER = demo_tokenizer()
 def saying(text: str) -> FakeEngine:
     """An engine that answers with this text."""
     return FakeEngine(script=lambda request: TOKENIZER.encode(text))
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Serving]:
-    with serving() as running:
-        yield running
-
-
-@pytest.fixture
-def client(server: Serving) -> OpenAI:
-    return server.client
 
 
 def test_a_stream_has_the_same_text_and_usage(client: OpenAI) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
-from support.serving import VOCAB, Serving, demo_tokenizer, serving
+from support.serving import VOCAB, demo_tokenizer
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.serve.grammars import MAX_TEXT, Vocabulary, choice_grammar, grammar_source
@@ -30,17 +29,6 @@ SCHEMA = {
     "additionalProperties": False,
     "$defs": {"size": {"type": "integer", "minimum": 0, "maximum": 99}},
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Serving]:
-    with serving() as running:
-        yield running
-
-
-@pytest.fixture
-def client(server: Serving) -> OpenAI:
-    return server.client
 
 
 @pytest.mark.parametrize("seed", range(5))

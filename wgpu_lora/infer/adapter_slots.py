@@ -174,7 +174,6 @@ class FixedSlots:
     def __init__(self, adapters: AdapterSet | None):
         self.adapters = adapters
         self.names = [str(slot) for slot in range(len(adapters.specs) if adapters else 0)]
-
         self.programs: list[Program] = []
 
     def open(self) -> None: ...

@@ -80,7 +80,8 @@ class RunningAnswer:
 
 
 class EngineThread:
-    """
+    """An engine in a thread of its own, which event loops give answers to run.
+
     Args:
         make: opens the model anew and makes an engine with these adapters, once, after the device was lost.
         adapters: directories by name, all of them loaded into the engine.

@@ -17,6 +17,7 @@ from secrets import token_hex
 from typing import Any
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.infer.answers import overlap
 from wgpu_lora.serve.grammars import JSON, schema_grammar
 from wgpu_lora.serve.schema import Json, Tool
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
@@ -119,11 +120,6 @@ class ToolCallParser:
             return False
         self.calls += found
         return bool(found)
-
-
-def overlap(text: str, marker: str) -> int:
-    """The length of the longest end of `text` that `marker` begins with."""
-    return next((size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0)
 
 
 def tool_call(name: Any, arguments: Any) -> Json:
