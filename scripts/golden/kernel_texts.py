@@ -16,7 +16,7 @@ from wgpu_lora.ops.matmul import matmul_nt
 from wgpu_lora.weights.nf4.nf4_products import nf4_matmul, nf4_matmul_backward
 
 FOLDER = Path(__file__).parents[2] / "tests" / "fixtures" / "kernels"
-GPU = Capabilities(32, f16=True, int64=True, registers=128)  # so few that products broadcast in a subgroup by default
+GPU = Capabilities(32, f16=True, int64=True, registers=131)  # so few that products broadcast in a subgroup by default
 UNITS = replace(GPU, registers=256, workgroup_bytes=32768, matrix=MatrixConfiguration(16, 16, 16, "f16", "f32", 32))
 LORA = {"rank": 16, "h_skip": 0, "h_first": 0, "stride": 16384}
 LORA_BINDINGS = "h", "factor", "ranges"

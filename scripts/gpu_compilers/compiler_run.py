@@ -139,7 +139,9 @@ def _row(answers: Answers, call: dict[str, Any], section: list[str]) -> Row:
     if not any(section):  # drivers compile a program once, and then know it although its text differs
         same = [row for row in answers.rows if all(row.call[n] == call[n] for n in ("kernel", "bindings", "tiling"))]
         if same:
-            nearest = max(same, key=lambda row: len(row.call["constants"].items() & call["constants"].items()))
+            nearest = max(
+                same, key=lambda row: sum(row.call["constants"].get(n) == v for n, v in call["constants"].items())
+            )
             return replace(nearest, call=call, repeated=True)
     try:
         compiled = answers.gpu.parse(section)

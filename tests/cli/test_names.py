@@ -141,7 +141,7 @@ def test_choices_are_those_that_are_there() -> None:
         ("finetune --data x word", "'word' belongs to no option of 'wgpu-lora finetune'"),
         ("--model x", "--model comes after a command, such as 'wgpu-lora finetune --model ...'."),
         ("--zork", "No such option: --zork"),
-        ("serve", "use 'wgpu-lora export gguf', for llama.cpp's llama-server"),
+        ("server", "use 'wgpu-lora serve'"),
         ("train", "No such command 'train': use 'wgpu-lora finetune'."),
         ("dpo", "No such command 'dpo': use 'wgpu-lora finetune --objective dpo'."),
         ("grpo", "No such command 'grpo': use 'wgpu-lora finetune --objective grpo'"),

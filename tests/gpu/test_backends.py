@@ -118,6 +118,8 @@ def test_tilings_of_matrix_units() -> None:
     call = SimpleNamespace(form="nt", m=512, n=512, k=512, a_type="f16")
     tilings = matmul_tuning.on_matrix_units(capabilities, call)
     assert [(one.rows * one.height, one.cols * one.width) for one in tilings] == [(128, 128), (128, 64), (64, 64)]
+    many = matmul_tuning.on_matrix_units(replace(capabilities, threads=512), call)
+    assert [many[0].lanes, many[0].rows * many[0].height, many[1:]] == [512, 256, tilings]
     assert not matmul_tuning.on_matrix_units(replace(capabilities, matrix=None), call)
     assert not matmul_tuning.on_matrix_units(capabilities, SimpleNamespace(**{**vars(call), "a_type": "f32"}))
     assert not matmul_tuning.on_matrix_units(capabilities, SimpleNamespace(**{**vars(call), "m": 1}))

@@ -196,6 +196,49 @@ def test_attention_of_gpus(device: Device, case: Case, rng: np.random.Generator)
     check(case, rng, offered[:1], device)
 
 
+# Segments of grouped heads, without and with a cap; forks; two vectors of a thread's columns, a window and a cap.
+ATTENTION = [c for c in ALL if "ranges" in c.kernel.bindings and not c.constants.get("block")]
+THROUGH_MEMORY = [c for c in ATTENTION if c.constants.get("dim") in (10, 12, 256)]
+HELD = Tiling(WORKGROUP, 64, 32, span=32)  # the one with the fewest registers for small heads
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.label, marks=[] if c in CORE else pytest.mark.slow) for c in THROUGH_MEMORY]
+)
+def test_attention_through_workgroup_memory(
+    device: Device, checked_device: Device, case: Case, rng: np.random.Generator
+) -> None:
+    """In the family `workgroup`, which CPU drivers are not offered."""
+    check(case, rng, [HELD], checked_device if case in CORE else device)
+
+
+@pytest.mark.parametrize("name", ["attention_forward", "attention_backward_q", "attention_backward_kv"])
+def test_attention_of_gpus_goes_through_workgroup_memory_first(name: str) -> None:
+    kernel = REGISTRY[name]
+    for registers, dim in itertools.product((128, 256), (64, 80, 96, 128)):
+        call = {**kernel.defaults, "rows": 512, "kv_heads": 2, "group": 2, "dim": dim, "scale": 0.1}
+        first, *others = kernel.tilings(Capabilities(0, registers=registers), call)
+        assert first.family == WORKGROUP
+        assert others[-1].family == "plain"
+        assert kernel.tilings(Capabilities(32, registers=registers), call)[0] == first
+        assert kernel.tilings(Capabilities(0, registers=16), call)[0].family == "plain"
+        assert kernel.tilings(Capabilities(0, registers=registers), {**call, "rows": 1})[0].family == "plain"
+        assert {one.family for one in kernel.tilings(Capabilities(0, software=True), call)} == {"plain"}
+
+
+@pytest.mark.parametrize("name", ["attention_forward", "attention_backward_q", "attention_backward_kv"])
+def test_attention_fits_the_workgroup_memory_of_every_gpu(name: str) -> None:
+    kernel, sizes = REGISTRY[name], []
+    for registers, dim in itertools.product((128, 256), (4, 64, 80, 96, 128, 256, 512)):
+        call = {**kernel.defaults, "rows": 512, "kv_heads": 2, "group": 2, "dim": dim, "scale": 0.1}
+        call |= {} if name.endswith("kv") else {"keys": 512}
+        present = tuple(n for n in kernel.bindings if n not in kernel.optional)
+        for tiling in kernel.tilings(Capabilities(0, registers=registers), call)[:-1]:
+            assert tiling.lanes <= 256
+            sizes.append(workgroup_bytes(kernel.source(present, call, tiling)))
+    assert 4096 < max(sizes) <= 16384
+
+
 FORWARD = [c for name in ("lora_nt", "matmul_nt", "nf4_matmul", "codes_matmul") for c in CASES[name]]
 
 
@@ -233,6 +276,14 @@ def texts(case: Case, subgroup_size: int) -> dict[str, Any]:
     return {case.kernel.source(present, constants, t): t for t in (tilings if case in CORE else tilings[:1])}
 
 
+def workgroup_bytes(text: str) -> int:
+    """The workgroup memory that a shader declares."""
+    pattern = r"var<workgroup>\s*\w+\s*:\s*array<(?:f32|u32|i32|atomic<u32>|vec([24])<f32>), *(\d+)>"
+    shared = re.findall(pattern, text)
+    assert text.count("var<workgroup>") == len(shared)
+    return sum(4 * int(width or 1) * int(count) for width, count in shared)
+
+
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_texts_are_valid_within_default_limits(device: Device, dawn: Device | None, name: str) -> None:
     """Also the tilings of devices that are not here; only a device with subgroups takes shaders that have them. In Naga
@@ -247,9 +298,7 @@ def test_texts_are_valid_within_default_limits(device: Device, dawn: Device | No
         assert not re.search(r"(&&|\|\|)[^;{}]*\bsubgroup[A-Z]", text)
         (size,) = re.findall(r"@workgroup_size\(([^)]*)\)", text)
         assert np.prod([int(part) for part in size.split(",")]) <= 256
-        shared = re.findall(r"var<workgroup>\s*\w+\s*:\s*array<(f32|u32|i32|atomic<u32>|vec4<f32>), *(\d+)>", text)
-        assert text.count("var<workgroup>") == len(shared)
-        assert sum((16 if of.startswith("vec4") else 4) * int(count) for of, count in shared) <= 16384
+        assert workgroup_bytes(text) <= 16384
 
 
 # -- structs -----------------------------------------------------------------------------------------------------------

@@ -91,6 +91,14 @@ def test_a_check_of_attention(rows: int, keys: int, tiling: Tiling) -> None:
     assert {**small, "rows": rows, "keys": keys} == full
 
 
+@pytest.mark.parametrize("keys", [16, 304, 464])
+def test_a_check_of_attention_over_a_cache_with_far_fewer_keys_than_rows(keys: int) -> None:
+    shape = {"rows": 512, "keys": keys, "kv_heads": 2, "group": 7, "dim": 64, "scale": 1.0, "block": 16}
+    small = attention_forward.tuning.cut({**attention_forward.defaults, **shape}, Tiling("broadcast", 8, 2, 1))
+    arrays = attention_forward.tuning.inputs(small, ("k", "blocks"), np.random.default_rng(0))
+    assert len(arrays["k"]) == small["keys"] == 16 * arrays["blocks"].size > 0
+
+
 def test_a_check_of_attention_with_fewer_keys_than_rows(device: Device) -> None:
     """A prompt in a bucket that is longer than the cache. A key range that wrapped around never ended."""
     full = {**attention_forward.defaults, "rows": 32, "keys": 29, "kv_heads": 3, "group": 3, "dim": 64, "scale": 0.125}

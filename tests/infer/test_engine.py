@@ -156,6 +156,8 @@ def test_an_adapter_that_is_unloaded_serves_its_requests_first(engine: Engine, t
     engine.unload_adapter("leaving")
     with pytest.raises(UserError, match="no adapter 'leaving'"):
         engine.add(Request([5], "leaving"))
+    with pytest.raises(UserError, match="'leaving' before still has requests"):
+        engine.load_adapter("leaving", *read_adapter_for(engine.model.config, saved))
     while engine.busy:
         engine.step()
     assert (len(first.token_ids), len(second.token_ids)) == (5, 5)
@@ -180,7 +182,7 @@ def test_what_does_not_fit_the_slots_is_refused(engine: Engine, qwen2: LoadedMod
         for name in ("x", "y"):
             small.load_adapter(name, *wide)
             small.add(Request([4], name, max_new_tokens=1))
-        with pytest.raises(UserError, match="2 adapters are in use"):
+        with pytest.raises(UserError, match="2 adapters in memory have requests"):
             small.load_adapter("z", *wide)
         while small.busy:
             small.step()
@@ -275,6 +277,21 @@ def test_an_aborted_request_gives_its_place_up_before_the_next_step(engine: Engi
     assert engine.stats().cache_usage == 0
 
 
+def test_prompts_with_log_probabilities_do_not_stop_answers(engine: Engine) -> None:
+    answer = Request([5, 6], max_new_tokens=6)
+    engine.add(answer)
+    engine.step()
+    scored = [Request([7 + i, 8, 9], max_new_tokens=1, logprobs=0, prompt_logprobs=True) for i in range(6)]
+    for request in scored:
+        engine.add(request)
+    for step in range(1, 9):
+        engine.step()
+        assert len(answer.token_ids) == 1 + step // 2
+    while engine.busy:
+        engine.step()
+    assert {request.finish_reason for request in (answer, *scored)} == {"length"}
+
+
 def test_a_step_computes_no_more_of_prompts_than_it_may(qwen2: LoadedModel, rng: np.random.Generator) -> None:
     """Of 40 tokens at most, and so of 16, in one program."""
     ids, sizes = rng.integers(3, 90, 50).tolist(), []
@@ -336,6 +353,7 @@ def test_keys_and_values_in_f16_cost_little_accuracy(device: Device, rng: np.ran
         ({"max_model_len": 129}, "supports 1 to 128"),
         ({"max_num_seqs": 0}, "0 sequences"),
         ({"max_model_len": 64, "cache_tokens": 63}, "cache of 63 tokens is too small"),
+        ({"cache_dtype": "bf16"}, "cache of bf16 is not possible: use f32 or f16"),
     ],
 )
 def test_impossible_sizes_are_refused(qwen2: LoadedModel, options: dict[str, Any], message: str) -> None:

@@ -81,7 +81,7 @@ def test_words() -> None:
     five, eight = words_of((4, 1), 8), words_of((8,), 8)
     assert [(word.bits, word.number, word.inside) for word in five] == [(4, 0, False), (1, 0, True)]
     assert five[1].row("at") == "(w.size_in * 4u + 31u) / 32u + at / 32u"
-    assert five[1].shift("at") == " >> (at % 32u * 1u)"
+    assert five[1].shift("at") == " >> ((at & 31u) * 1u)"
     assert (eight[1].row("at"), eight[1].shift("at")) == ("at / 4u + 1u", "")
     assert [(word.name, word.inside) for word in eight] == [("word0_0", False), ("word0_1", False)]
     assert [word.used for word in words_of((8,), 4)] == [True, False]

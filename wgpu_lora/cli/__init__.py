@@ -34,6 +34,7 @@ from wgpu_lora.cli.protect import protect
 from wgpu_lora.cli.prove import prove
 from wgpu_lora.cli.recipes import recipes, run_chain
 from wgpu_lora.cli.runs import report, runs
+from wgpu_lora.cli.serve import ServeCommand, serve
 from wgpu_lora.cli.teacher_cache import teacher_cache
 from wgpu_lora.cli.worker import worker
 from wgpu_lora.errors import DeviceWarning, TrackingWarning, UserError
@@ -88,6 +89,7 @@ app.command(cls=TrainingCommand)(training_options(tune, cleared))
 app.command(cls=Command)(profile)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(chat)
+app.command(cls=ServeCommand)(serve)
 app.command(cls=Command)(evaluate)
 app.command(cls=Command)(teacher_cache)
 app.command("import", cls=Command)(import_model)

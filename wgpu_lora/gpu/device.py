@@ -22,10 +22,12 @@ from wgpu_lora.signals import end_signal_delayed
 
 WRITE_CHUNK = 16 << 20  # bytes; drivers stage a queued write, so one large write would double a tensor's memory
 INTEL = 0x8086
+THREAD_LIMITS = "max-compute-invocations-per-workgroup", "max-compute-workgroup-size-x"
 WEBGPU_LIMITS = {
     "max-buffer-size": 256 << 20,
     "max-storage-buffer-binding-size": 128 << 20,
     "max-compute-workgroup-storage-size": 16384,
+    **dict.fromkeys(THREAD_LIMITS, 256),
 }
 
 PROBE = """
@@ -147,6 +149,7 @@ class Device:
             f16="shader-f16" in features,
             int64="shader-int64" in features,
             workgroup_bytes=int(self.raw.limits["max-compute-workgroup-storage-size"]),
+            threads=min(int(self.raw.limits[name]) for name in THREAD_LIMITS),
             software=self.info.kind == "software",
             matrix=self._matrix() if {SUBGROUP, "shader-f16"} <= set(features) else None,
             registers=128 if "Apple" in self.info.name else 256,  # Metal and Honeykrisp say no vendor of their own

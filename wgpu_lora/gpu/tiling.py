@@ -20,7 +20,7 @@ class Capabilities:
 
     subgroup_size: measured number of lanes, or 0 if subgroups must not be used.
     f16, int64: whether shaders may use 16-bit floats and 64-bit integers.
-    workgroup_bytes: workgroup memory.
+    workgroup_bytes, threads: of a workgroup, at most.
     software: whether the driver runs on the CPU.
     registers: 32-bit values that a lane can hold before a compiler spills them to memory.
     matrix: the product of f16 matrices, with sums in f32 or else f16, that the device has units for, or None.
@@ -30,7 +30,8 @@ class Capabilities:
     subgroup_size: int
     f16: bool = False
     int64: bool = False
-    workgroup_bytes: int = 16384  # WebGPU's default limit
+    workgroup_bytes: int = 16384  # WebGPU's default limits
+    threads: int = 256
     software: bool = False
     registers: int = 256
     matrix: MatrixConfiguration | None = None

@@ -8,13 +8,13 @@ from itertools import count
 
 import numpy as np
 
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.formats.peft_adapter import Matrices
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.models.adapter_set import AdapterSet, Norms, SlotSpec
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.text import join_words
+from wgpu_lora.text import count_noun, join_words
 
 
 @dataclass
@@ -74,9 +74,12 @@ class AdapterSlots:
         """Make an adapter known; it gets a slot when a request needs it.
 
         Raises:
-            UserError: the name is taken, it does not fit the slots, or there are too many adapters that are in use.
+            UserError: the name is taken, or it does not fit the slots.
+            NoRoomError: all adapters in memory are in use.
         """
         spec = SlotSpec.of(config, matrices)
+        if name in self._known and self._known[name].leaving:
+            raise UserError(f"The adapter '{name}' before still has requests: wait until they end, or choose another.")
         if name in self._known:
             raise UserError(f"An adapter '{name}' is loaded already: unload it first, or choose another name.")
         if not self._specs:
@@ -93,7 +96,10 @@ class AdapterSlots:
         if self.in_memory is not None and len(self._known) >= self.in_memory:
             unused = [other for other, adapter in self._known.items() if not adapter.requests]
             if not unused:
-                raise UserError(f"The adapter '{name}' does not fit: {self.in_memory} adapters are in use: unload one.")
+                raise NoRoomError(
+                    f"The adapter '{name}' has no place: all of {count_noun(self.in_memory, 'adapter')} in memory "
+                    "have requests: wait until one has none, or start with more."
+                )
             self._drop(unused[0])
         self._known[name] = _Adapter(spec, matrices, next(self._loads))
         self._known.move_to_end(name, last=False)  # it has not been used yet
@@ -168,7 +174,6 @@ class FixedSlots:
     def __init__(self, adapters: AdapterSet | None):
         self.adapters = adapters
         self.names = [str(slot) for slot in range(len(adapters.specs) if adapters else 0)]
-
         self.programs: list[Program] = []
 
     def open(self) -> None: ...

@@ -256,7 +256,7 @@ class StreamedAnswer:
         places = [place for stop in self._stop if (place := self._pending.find(stop)) >= 0]
         if places:
             self._cut, self.generation.stop_reason = True, "stop"
-        keep = 0 if last else max((_overlap(self._pending, stop) for stop in self._stop), default=0)
+        keep = 0 if last else max((overlap(self._pending, stop) for stop in self._stop), default=0)
         end = min(places) if places else len(self._pending) - keep
         text, self._pending = self._pending[:end], self._pending[end:]
         self._shown += text
@@ -268,6 +268,6 @@ class StreamedAnswer:
         return self._shown if self._cut else self._tokenizer.decode(self.generation.token_ids)
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The length of the longest end of `text` that `stop` begins with."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

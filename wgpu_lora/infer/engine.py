@@ -37,22 +37,25 @@ from wgpu_lora.ops.attention import BLOCK
 from wgpu_lora.ops.sampling import NO_TOKEN, PARAMS
 
 MAX_MODEL_LEN = 4096  # tokens of a sequence by default
+CACHE_DTYPES = ("f32", "f16")
 PIECE = 256  # tokens of a prompt that are computed together
 
 
 @dataclass(eq=False)
 class _Sequence:
-    """A request that runs. place: among the sequences. computed: tokens whose keys and values the cache has.
+    """A request that waits or runs.
 
     prompt: the tokens to compute before the next one is chosen: the request's, or all so far if they are computed anew.
+    keys: of the prompt's blocks that the cache may have or keep. place, slot, blocks: once it runs, its place among the
+    sequences, its adapter's slot or -1, and its blocks of the cache. computed: tokens whose keys and values these have.
     """
 
     request: Request
-    place: int
-    slot: int
-    blocks: list[int]
-    keys: list[Key]
     prompt: np.ndarray
+    keys: list[Key]
+    place: int = -1
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)
     computed: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -104,6 +107,8 @@ class Engine:
             raise UserError(
                 f"A capacity of {length:,} tokens is not possible: {model.name} supports 1 to {limit:,} tokens."
             )
+        if cache_dtype not in CACHE_DTYPES:
+            raise UserError(f"A cache of {cache_dtype} is not possible: use {' or '.join(CACHE_DTYPES)}.")
         if max_num_seqs < 1:
             raise UserError(f"{max_num_seqs} sequences are not possible: use at least one.")
         if cache_tokens is not None and cache_tokens < length:
@@ -116,9 +121,10 @@ class Engine:
             self.slots = AdapterSlots(model, max_loras, max_lora_rank, dora, max_cpu_loras)
         fitting = tuple(size for size in buckets if size <= max(max_num_batched_tokens, buckets[0]))
         self._most_rows = fitting[-1]
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self._scored = False  # whether the last step computed a prompt with log-probabilities
         self.step_tokens = 0, 0  # of prompts, and decoded, in the last step
         self.step_seconds: float | None = None  # None if a program was compiled in it
         self.arena, self._claim, self._built = Arena(self.device), ExitStack(), set[Program]()
@@ -152,7 +158,7 @@ class Engine:
     def storages(self) -> set[Storage]:
         """All storage that is not in an arena, weights included."""
         own = (program.persistent_storages() for program in self.slots.programs)
-        adapters = self.slots.adapters.storages() if isinstance(self.slots, AdapterSlots) else set[Storage]()
+        adapters = self.slots.adapters.storages() if self.slots.adapters else set[Storage]()
         return self.programs.storages().union(adapters, *own)
 
     def place(self, arena: Arena) -> None:
@@ -185,9 +191,13 @@ class Engine:
         self.place(Arena(self.device, sizes))
 
     def compile(self) -> None:
-        """Compile all programs, so that no step has to."""
+        """Compile all programs, so that no step has to. An answer is computed, since some drivers compile only then."""
         for program in self.programs.all():
             self._build(program)
+        self.add(Request([0], max_new_tokens=2))
+        while self.busy:
+            self.step()
+        self._prompt_tokens = self._generated_tokens = 0
 
     def close(self) -> None:
         """Free what was allocated here; the model, and adapters that were given, stay."""
@@ -209,8 +219,8 @@ class Engine:
         if isinstance(self.slots, AdapterSlots):
             self.slots.unload(name)
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, request: Request, name: str = "The prompt") -> None:
+        """Queue a request. name: of its prompt, in errors.
 
         Raises:
             UserError: the prompt is empty, too long, or outside of the model's vocabulary, or the adapter is unknown.
@@ -219,15 +229,14 @@ class Engine:
         if request.max_new_tokens is not None and request.max_new_tokens < 1:
             raise UserError(f"{request.max_new_tokens} new tokens are not possible: use at least one.")
         if not prompt:
-            raise UserError("The prompt has no tokens: give a text that is not empty.")
+            raise UserError(f"{name} has no tokens: give a text that is not empty.")
         if len(prompt) > self.max_model_len:
             raise UserError(
-                f"The prompt has {len(prompt):,} tokens, but a sequence may have {self.max_model_len:,} here: "
-                "shorten it."
+                f"{name} has {len(prompt):,} tokens, but a sequence may have {self.max_model_len:,} here: shorten it."
             )
         if min(prompt) < 0 or max(prompt) >= vocab:
             raise UserError(
-                f"The prompt has a token outside the model's vocabulary of {vocab:,}: use the model's own tokenizer."
+                f"{name} has a token outside the model's vocabulary of {vocab:,}: use the model's own tokenizer."
             )
         if any(not 0 <= token < vocab for token in request.sampling.logit_bias):
             raise UserError(f"A logit bias is of a token outside the model's vocabulary of {vocab:,}: leave it out.")
@@ -235,15 +244,20 @@ class Engine:
             raise UserError(f"Log-probabilities of {request.logprobs} tokens are not possible: use 0 to {TOP}.")
         if request.adapter is not None:
             self.slots.add(request.adapter)
-        self._waiting.append(request)
+        self._waiting.append(_Sequence(request, np.array(prompt, np.int64), self._block_keys(request)))
+
+    def _block_keys(self, request: Request) -> list[Key]:
+        switch, size = self.model.config.switch(), len(request.prompt)
+        # Keys and values of a sequence that grows beyond the switch are computed twice, in its own blocks.
+        grows = switch is not None and size <= switch < size + (request.max_new_tokens or self.max_model_len)
+        if grows or not self.state.cache.shares_prefixes:
+            return []
+        adapter = None if request.adapter is None else self.slots.key(request.adapter)
+        return block_keys((adapter, switch is not None and size > switch), request.prompt)
 
     def abort(self, request: Request) -> None:
         """End a request; it gets no more outputs."""
-        if request in self._waiting:
-            self._waiting.remove(request)
-            if request.adapter is not None:
-                self.slots.release(request.adapter, ran=False)
-        for sequence in self._running:
+        for sequence in (*self._waiting, *self._running):
             if sequence.request is request:
                 self._end(sequence)
                 break
@@ -276,11 +290,12 @@ class Engine:
         self._admit()
         self.step_tokens = 0, 0
         whole = next((s for s in self._running if s.request.prompt_logprobs and not s.computed), None)
-        if whole:
-            self._compute_with_logprobs(whole)
-            return self._choose([whole])
         decoding = [s for s in self._running if s.computed == s.prompt.size]
         pieces = self._pieces()
+        self._scored = whole is not None and not (self._scored and (decoding or pieces))  # every other step at most
+        if whole and self._scored:
+            self._compute_with_logprobs(whole)
+            return self._choose([whole])
         ready = [s for s, end in pieces if end == s.prompt.size]
         self.step_tokens = sum(end - s.computed for s, end in pieces), len(decoding)
         if pieces:
@@ -292,47 +307,43 @@ class Engine:
     def _admit(self) -> None:
         """Begin requests in the order that they came, as far as there is room. One whose prompt begins as another's
         that is being computed waits for that."""
+        if not (self._waiting and self._places):
+            return
         computing = {key for s in self._running for key in s.keys[s.computed // BLOCK :]}
-        for request in list(self._waiting):
+        for sequence in list(self._waiting):
             if not self._places:
                 return
-            end = len(request.prompt) + (request.max_new_tokens or self.max_model_len)
-            switch = self.model.config.switch()
-            # Keys of a sequence that becomes longer than this are computed twice.
-            apart = switch is not None and len(request.prompt) <= switch < end
-            adapter = None if request.adapter is None else self.slots.key(request.adapter)
-            long = switch is not None and len(request.prompt) > switch
-            shares = self.state.cache.shares_prefixes and not apart
-            keys = block_keys((adapter, long), request.prompt) if shares else []
-            usable = [] if request.prompt_logprobs else keys[: (len(request.prompt) - 1) // BLOCK]
+            request, size = sequence.request, sequence.prompt.size
+            end = size + (request.max_new_tokens or self.max_model_len)
+            usable = [] if request.prompt_logprobs else sequence.keys[: (size - 1) // BLOCK]
             blocks = self._pool.cached(usable)
             if computing.intersection(usable[len(blocks) : len(blocks) + 1]):
                 self._pool.release(blocks)
                 continue
             count = cdiv(min(end, self.max_model_len), BLOCK) - len(blocks)
-            slot: int | None = -1
+            slot: int | None = sequence.slot
             if count <= self._pool.available and request.adapter is not None:
                 slot = self.slots.acquire(request.adapter)
             if count > self._pool.available or slot is None:
                 self._pool.release(blocks)
                 return
-            self._waiting.remove(request)
-            request.cached_tokens = BLOCK * len(blocks)
-            self._prompt_tokens += len(request.prompt)
-            self._cached_tokens += request.cached_tokens
-            sequence = _Sequence(
-                request, self._places.pop(), slot, [*blocks, *self._pool.take(count)], keys,
-                np.array(request.prompt, np.int64), request.cached_tokens,
-            )  # fmt: skip
+            self._waiting.remove(sequence)
             self._running.append(sequence)
-            computing.update(keys[len(blocks) :])
+            computing.update(sequence.keys[len(blocks) :])
+            sequence.place, sequence.slot = self._places.pop(), slot
+            sequence.blocks = [*blocks, *self._pool.take(count)]
+            sequence.computed = request.cached_tokens = BLOCK * len(blocks)
+            self._prompt_tokens += size
+            self._cached_tokens += request.cached_tokens
 
     def _end(self, sequence: _Sequence) -> None:
-        self._running.remove(sequence)
-        self._places.append(sequence.place)
+        ran = sequence.place >= 0
+        (self._running if ran else self._waiting).remove(sequence)
+        if ran:
+            self._places.append(sequence.place)
         self._pool.release(sequence.blocks)
         if sequence.request.adapter is not None:
-            self.slots.release(sequence.request.adapter, ran=True)
+            self.slots.release(sequence.request.adapter, ran)
 
     def _pieces(self) -> list[tuple[_Sequence, int]]:
         """Sequences with the ends of the pieces of their prompts in the next prefill step."""
@@ -342,7 +353,7 @@ class Engine:
             if pieces and not self.state.cache.shares_prefixes:
                 break  # chunks of a delta net are rows of the step, so that each sequence must begin with the first
             at = sequence.computed
-            while at < sequence.prompt.size:
+            while at < sequence.prompt.size and not sequence.request.prompt_logprobs:
                 end = min((at // PIECE + 1) * PIECE, sequence.prompt.size)
                 room = self._most_rows - rows
                 if end - at > room:

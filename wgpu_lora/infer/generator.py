@@ -170,12 +170,11 @@ class Generator:
             name = None if slot is None else str(slot)
             request = Request(list(prompt), name, sampler, max_new_tokens, stop_ids)
             try:
-                self.engine.add(request)
-            except UserError as error:
+                self.engine.add(request, f"Prompt {len(requests) + 1}")
+            except UserError:
                 for other in requests:
                     self.engine.abort(other)
-                text = str(error).replace("The prompt has", f"Prompt {len(requests) + 1} has", 1)
-                raise UserError(text) from None
+                raise
             requests.append(request)
         return requests
 

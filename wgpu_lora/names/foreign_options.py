@@ -255,7 +255,7 @@ COMMANDS: dict[str, str] = {
     "pretrain cpt pt": "finetune --data FILE, with rows of plain text",
     "repl talk ask-me ui webui webchat interactive": "chat",
     "infer inference run predict ask complete query": "generate",
-    "serve server api": "export gguf, for llama.cpp's llama-server or Ollama",
+    "server api": "serve",
     "fuse merge-lora merge-and-unload safetensors": "merge",
     "quant pack nf4 bnb gptq awq": "quantize",
     "convert gguf to-gguf save ggml": "export gguf",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from math import lcm
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,14 @@ import numpy as np
 from wgpu_lora.gpu import reference_values
 from wgpu_lora.gpu.kernel import Variants, cdiv
 from wgpu_lora.gpu.reference_values import random_values
-from wgpu_lora.gpu.tiling import MATRIX, PLAIN, Arrays, Capabilities, Constants, Tiling
+from wgpu_lora.gpu.tiling import MATRIX, PLAIN, WORKGROUP, Arrays, Capabilities, Constants, Tiling
 
 CHECKED = 32  # queries and keys of the cut that is checked, approximately
-SPREAD = ((8, 2), (8, 1), (4, 2), (4, 1), (2, 2), (2, 1))  # (rows, stream rows per lane), the most sharing first
+SPREAD = ((8, 2), (4, 2), (8, 1), (4, 1), (2, 2), (2, 1))  # (rows, stream rows per lane), the best bounds first
 OFFERED = 3  # of these
 FEW_QUERIES = 8  # tokens
+ADDRESSES = 24  # registers of a thread of the family `workgroup` for these and a few others
+LOADS = 16  # registers for what a thread loads at once for others, where half of the threads do
 OTHERS = 38  # registers for addresses, loaded vectors and loop counters, as GPU compilers allocate them
 CACHE = 24 << 10  # bytes that a subgroup holds on a CPU, so that they stay in the first cache
 COLUMNS = 128  # of a head that a subgroup holds in matrices
@@ -58,6 +62,30 @@ def on_matrix_units(capabilities: Capabilities, c: Any, roles: int) -> list[Tili
     return [replace(one, m=unit.m, n=unit.n, k=unit.k)] if whole and rows > 0 and one.lanes <= 256 else []
 
 
+def through_workgroup(capabilities: Capabilities, c: Any, sums: int, scores: int, kept: int) -> list[Tiling]:
+    """Tilings of the family `workgroup`, for many queries: the one that loads the fewest words per multiply-add and
+    fits a device's registers, the same with half the rows, whose threads load more at once, and the one with the
+    fewest registers.
+
+    They differ by the threads across a block and the held rows of a thread. Columns past a head's end cost loads, too.
+    """
+    if capabilities.software or c.rows <= FEW_QUERIES or getattr(c, "block", 0):  # a cache's rows must not share blocks
+        return []
+    fitting = []
+    for across, height in product((8, 16, 32), (8, 4)):
+        vectors = cdiv(c.dim, 4 * across)  # of a thread's columns
+        registers = height * (4 * sums * vectors + 4 * scores + kept) + 16 * vectors + ADDRESSES
+        words = scores * (1 / height + 1 / 4) + sums * (1 / height + 1 / (4 * vectors)) * 4 * across * vectors / c.dim
+        if registers <= capabilities.registers:
+            fitting.append((words, registers, across, height))
+    if not fitting:
+        return []
+    best, small = min(fitting), min(fitting, key=itemgetter(1, 0))
+    half = [(*best[2:], 4)] if best[1] + LOADS <= capabilities.registers else []
+    chosen = dict.fromkeys([(*best[2:], 8), *half, (*small[2:], 8)])
+    return [Tiling(WORKGROUP, across * down, height * down, span=4 * across) for across, height, down in chosen]
+
+
 def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Variants:
     """Tilings of a kernel, which differ by the values that a lane holds.
 
@@ -75,8 +103,9 @@ def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Vari
 
     def on_lanes(capabilities: Capabilities, c: Any) -> list[Tiling]:
         plain, size = Tiling("plain", 32), capabilities.subgroup_size
+        shared = through_workgroup(capabilities, c, sums, scores, kept)
         if size < 4:
-            return [plain]
+            return [*shared, plain]
         if getattr(c, "block", 0) and (capabilities.decoding or not capabilities.software):
             # In decoding each row is of another sequence, whose cache one workgroup reads once for a key head's group.
             # Whose rows those beside it are then changes nothing.
@@ -93,7 +122,7 @@ def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Vari
             return [*(Tiling("broadcast", size, rows=n, wide=capabilities.int64) for n in rows), plain]
         one = Tiling("spread", size, cols=width_of(c.dim, size))
         spread = [replace(one, rows=min(rows, size), span=span) for rows, span in SPREAD]
-        return [one for one in spread if fits(one, capabilities, c)][:OFFERED] or spread[-1:]
+        return [*shared, *([one for one in spread if fits(one, capabilities, c)][:OFFERED] or spread[-1:])]
 
     return variants
 
@@ -114,7 +143,8 @@ class AttentionTuning:
         rows = reference_values.cut_size(c["rows"], lcm(CHECKED, held_rows(tiling)))
         if "keys" not in c:
             return c | {"rows": rows}
-        keys, block = rows + reference_values.cut_size(c["keys"] - c["rows"], CHECKED), c.get("block") or 1
+        more = max(0, c["keys"] - c["rows"])  # a step of a short prompt has more rows than the cache has keys
+        keys, block = rows + reference_values.cut_size(more, CHECKED), c.get("block") or 1
         return c | {"rows": rows, "keys": block * cdiv(keys, block)}
 
     def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.gpu.tiling import MATRIX, Tiling
 
 DENSE = ("f32", "bf16", "f16")
 CODE_PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}  # bits of a code in each plane (operands/codes.wgsl.j2)
@@ -102,7 +102,7 @@ class Word:
 
     def shift(self, column: str) -> str:
         """Shifts the code of `column` to the lowest bits."""
-        return f" >> ({column} % {32 // self.bits}u * {self.bits}u)" if self.inside else ""
+        return f" >> (({column} & {32 // self.bits - 1}u) * {self.bits}u)" if self.inside else ""
 
 
 def words_of(planes: Sequence[int], count: int) -> tuple[Word, ...]:
@@ -135,7 +135,7 @@ class Layout:
     m, n, k: sizes of the tile's y, of the part if there are several.
     vectors: of a lane's columns. words: of a packed format, see operands/packed.wgsl.j2.
     y_row: offset of a row of y. bias, codes, scales: where a part's begin, before '+'.
-    matrix: a packed W (operands/packed.wgsl.j2).
+    matrix: a packed W (operands/packed.wgsl.j2). run: its neighbours in a row that a thread decodes together, if tiled.
     tiled: whether a workgroup's threads load for each other.
     neighbours: columns of a lane that are side by side. pairs: whether they are by twos at least.
     """
@@ -159,6 +159,7 @@ class Layout:
     codes: str
     scales: str
     matrix: str
+    run: int
     tiled: bool
     neighbours: int
     pairs: bool
@@ -200,6 +201,9 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
     packed_columns = format == "packed" and orientation == "nn"
     tiled = tile.shares_memory
     planes = CODE_PLANES[c["bits"]] if format == "codes" else c.get("planes", ())
+    # Along W's rows, a thread decodes two of them. With many threads, not all would have eight columns.
+    few = orientation == "nn" and tile.cols * tile.width * tile.span < 16 * tile.lanes
+    run = 4 if tile.family == MATRIX and few and planes and c.get("file") != "nf4_ragged" else 8
     fours = tile.cols % 4 == 0 and across and quads and tile.wide
     by_word = packed_columns or (format == "dense" and orientation == "nn" and (a_type if thin else b_type) != "f32")
     even = quads and across if thin else c["even"]
@@ -255,6 +259,7 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
         codes="part_b + " if stacked else "",
         scales="part_scales + " if stacked else "",
         matrix=f"Matrix({place}, {shape})",
+        run=run,
         tiled=tiled,
         neighbours=tile.cols if packed_columns or tiled else width,
         pairs=pairs,
@@ -262,6 +267,6 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
         right=right,
         h=h,
         factor=factor,
-        words=words_of(planes, tile.cols if packed_columns and not tiled else 8),
+        words=words_of(planes, tile.cols if packed_columns and not tiled else run),
         vectors=vectors_of(tile.cols),
     )

@@ -18,7 +18,6 @@ from wgpu_lora.ops.matrix_stack import factor_region, joined, region, sizes, spl
 
 FEW_ROWS = 8
 STEPS_IN_F16 = 32  # products that are added in f16, and the shortest rounds
-MOST_THREADS = 256  # of a workgroup, WebGPU's default limit
 CPU_LANES = 8  # lavapipe's own; with others, its shuffles are slow to run and large tiles slow to compile
 THIN_TILES = "thin"  # the family of LoRA's products of few columns
 BLOCK = 64  # a part of a product keeps or drops this many columns together, as a block of scales
@@ -66,14 +65,15 @@ def on_matrix_units(capabilities: Capabilities, c: Any) -> list[Tiling]:
     if unit is None or getattr(c, "a_type", "f32") != "f16" or c.form == "tn" or c.m <= 2 * FEW_ROWS:
         return []
     result = []
-    for rows, columns, subgroups, span in ((128, 128, 8, 32), (128, 64, 8, 64), (64, 64, 4, 32)):
+    for rows, columns, subgroups, span in ((256, 128, 16, 32), (128, 128, 8, 32), (128, 64, 8, 64), (64, 64, 4, 32)):
         if unit.sums == "f16" or _matrix_bytes(rows + columns, span) > capabilities.workgroup_bytes:
             span = STEPS_IN_F16
         one = Tiling(MATRIX, subgroups * unit.lanes, span=span, subgroups=subgroups, m=unit.m, n=unit.n, k=unit.k)
         one = replace(one, rows=rows // one.height, cols=columns // one.width, sums=unit.sums)
         sums = 3 if getattr(c, "gated", False) else 2
         if (
-            one.lanes <= MOST_THREADS
+            one.lanes <= capabilities.threads
+            and (rows <= 128 or c.m >= rows)
             and _matrix_bytes(rows + columns, span) <= capabilities.workgroup_bytes
             and (capabilities.software or sums * one.rows * one.cols + 72 <= capabilities.registers)
         ):
@@ -124,7 +124,8 @@ def tilings(
                 wide.insert(0, Tiling("broadcast", size, *large(c, size), cpu_span or span, wide=True))
                 if hasattr(c, "slots") and c.n < 8 * size:
                     wide.insert(0, Tiling(THIN_TILES, size, *narrow(c.n), span, wide=True))
-            fitting = [*wide, *fitting] if capabilities.software else [*fitting, *wide]
+            first = capabilities.software or capabilities.registers <= 128  # Apple's GPUs, by the port model
+            fitting = [*wide, *fitting] if first else [*fitting, *wide]
         # With 8 x 8 sums of a thread, it has the best bounds on AMD's and NVIDIA's GPUs (`make gpu-compilers`).
         large_first = bool(shared) and c.m >= 64 and shared[0].rows * shared[0].cols == 64
         return [*matrix, *([*shared, *fitting] if large_first else [*fitting, *shared]), plain]

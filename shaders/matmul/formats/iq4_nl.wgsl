@@ -1,7 +1,8 @@
 // IQ4_NL: d level, d of 32 values. A word of scales has d of two neighbouring blocks.
 alias Scale = f32;
 
-fn scale_at(w: Matrix, at: u32, step: u32) -> Scale { return half_scale(w, at, step); }
+fn scale_place(w: Matrix, step: u32) -> vec2<u32> { return half_place(w, step); }
+fn scale_from(w: Matrix, at: u32, place: vec2<u32>) -> Scale { return half_scale(at, place); }
 
 fn scale_count(out: u32, size_in: u32) -> u32 { return (size_in + 63u) / 64u * out; }
 

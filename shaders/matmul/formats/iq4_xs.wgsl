@@ -1,11 +1,13 @@
 // IQ4_XS: d (scale - 32) level, scale of 6 bits for 32 values, d for 256.
 alias Scale = f32;
 
-fn scale_at(w: Matrix, at: u32, step: u32) -> Scale {
-    let word = w.scales + step / 256u * 2u * w.out + at;
-    let first = scales[word];
+fn scale_place(w: Matrix, step: u32) -> vec3<u32> {
     let block = (step / 32u) & 7u;
-    let scale = ((scales[word + w.out] >> (4u * block)) & 15u) | (((first >> (16u + 2u * block)) & 3u) << 4u);
+    return vec3<u32>(w.scales + step / 256u * 2u * w.out, 4u * block, 12u + 2u * block);
+}
+fn scale_from(w: Matrix, at: u32, place: vec3<u32>) -> Scale {
+    let first = scales[place.x + at];
+    let scale = ((scales[place.x + w.out + at] >> place.y) & 15u) | ((first >> place.z) & 48u);
     return half_of(first, 0u) * (f32(scale) - 32.0);
 }
 

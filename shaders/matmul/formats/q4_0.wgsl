@@ -2,7 +2,8 @@
 alias Scale = f32;
 const ZERO = 8.0;
 
-fn scale_at(w: Matrix, at: u32, step: u32) -> Scale { return half_scale(w, at, step); }
+fn scale_place(w: Matrix, step: u32) -> vec2<u32> { return half_place(w, step); }
+fn scale_from(w: Matrix, at: u32, place: vec2<u32>) -> Scale { return half_scale(at, place); }
 
 fn scale_count(out: u32, size_in: u32) -> u32 { return (size_in + 63u) / 64u * out; }
 

@@ -2,7 +2,8 @@
 alias Scale = vec2<f32>;
 const ZERO = 0.0;
 
-fn scale_at(w: Matrix, at: u32, step: u32) -> Scale { return scale_and_low(w, at, step); }
+fn scale_place(w: Matrix, step: u32) -> u32 { return w.scales + step / 32u * w.out; }
+fn scale_from(w: Matrix, at: u32, place: u32) -> Scale { return scale_and_low(place + at); }
 
 fn scale_count(out: u32, size_in: u32) -> u32 { return size_in / 32u * out; }
 

@@ -2,7 +2,8 @@
 alias Scale = vec2<f32>;
 const ZERO = 0.0;
 
-fn scale_at(w: Matrix, at: u32, step: u32) -> Scale { return six_bit_scales(w, at, step); }
+fn scale_place(w: Matrix, step: u32) -> SixBits { return six_bit_place(w, step); }
+fn scale_from(w: Matrix, at: u32, place: SixBits) -> Scale { return six_bit_scales(w, at, place); }
 
 fn scale_count(out: u32, size_in: u32) -> u32 { return size_in / 256u * 4u * out; }
 

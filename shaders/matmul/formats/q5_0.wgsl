@@ -2,7 +2,8 @@
 alias Scale = f32;
 const ZERO = 16.0;
 
-fn scale_at(w: Matrix, at: u32, step: u32) -> Scale { return half_scale(w, at, step); }
+fn scale_place(w: Matrix, step: u32) -> vec2<u32> { return half_place(w, step); }
+fn scale_from(w: Matrix, at: u32, place: vec2<u32>) -> Scale { return half_scale(at, place); }
 
 fn scale_count(out: u32, size_in: u32) -> u32 { return (size_in + 63u) / 64u * out; }
 
@@ -14,5 +15,3 @@ fn decode8(bits: vec2<u32>, d: Scale) -> Octet {
     let zero = vec4<f32>(ZERO);
     return Octet((vec4<f32>(low) - zero) * d, (vec4<f32>(high) - zero) * d);
 }
-
-fn code_pairs(bits: vec2<u32>) -> vec4<u32> { return nibble_pairs(bits.x) | (bit_pairs(bits.y) << vec4<u32>(4u)); }

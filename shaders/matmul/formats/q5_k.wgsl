@@ -2,7 +2,8 @@
 alias Scale = vec2<f32>;
 const ZERO = 0.0;
 
-fn scale_at(w: Matrix, at: u32, step: u32) -> Scale { return six_bit_scales(w, at, step); }
+fn scale_place(w: Matrix, step: u32) -> SixBits { return six_bit_place(w, step); }
+fn scale_from(w: Matrix, at: u32, place: SixBits) -> Scale { return six_bit_scales(w, at, place); }
 
 fn scale_count(out: u32, size_in: u32) -> u32 { return size_in / 256u * 4u * out; }
 
@@ -14,5 +15,3 @@ fn decode8(bits: vec2<u32>, s: Scale) -> Octet {
     let lowest = vec4<f32>(s.y);
     return Octet(vec4<f32>(low) * s.x + lowest, vec4<f32>(high) * s.x + lowest);
 }
-
-fn code_pairs(bits: vec2<u32>) -> vec4<u32> { return nibble_pairs(bits.x) | (bit_pairs(bits.y) << vec4<u32>(4u)); }

@@ -3,11 +3,13 @@
 alias Scale = f32;
 const ZERO = 32.0;
 
-fn scale_at(w: Matrix, at: u32, step: u32) -> Scale {
-    let word = scales[w.scales + step / 64u * w.out + at];
-    let scale = i32(word << (24u - 8u * ((step / 16u) & 3u))) >> 24u;
-    let d = scales[w.scales + (w.size_in / 64u + step / 512u) * w.out + at];
-    return half_of(d, step / 256u) * f32(scale);
+fn scale_place(w: Matrix, step: u32) -> vec4<u32> {
+    let words = vec2<u32>(step / 64u, w.size_in / 64u + step / 512u) * w.out + w.scales;
+    return vec4<u32>(words, 24u - 8u * ((step / 16u) & 3u), ((step / 256u) & 1u) * 16u);
+}
+fn scale_from(w: Matrix, at: u32, place: vec4<u32>) -> Scale {
+    let scale = i32(scales[place.x + at] << place.z) >> 24u;
+    return half_of(scales[place.y + at], place.w) * f32(scale);
 }
 
 fn scale_count(out: u32, size_in: u32) -> u32 { return (size_in / 64u + (size_in + 511u) / 512u) * out; }
@@ -20,5 +22,3 @@ fn decode8(bits: vec2<u32>, scale: Scale) -> Octet {
     let zero = vec4<f32>(ZERO);
     return Octet((vec4<f32>(low) - zero) * scale, (vec4<f32>(high) - zero) * scale);
 }
-
-fn code_pairs(bits: vec2<u32>) -> vec4<u32> { return nibble_pairs(bits.x) | (two_bit_pairs(bits.y) << vec4<u32>(4u)); }

@@ -2,7 +2,8 @@
 alias Scale = f32;
 const ZERO = 128.0;
 
-fn scale_at(w: Matrix, at: u32, step: u32) -> Scale { return half_scale(w, at, step); }
+fn scale_place(w: Matrix, step: u32) -> vec2<u32> { return half_place(w, step); }
+fn scale_from(w: Matrix, at: u32, place: vec2<u32>) -> Scale { return half_scale(at, place); }
 
 fn scale_count(out: u32, size_in: u32) -> u32 { return (size_in + 63u) / 64u * out; }
 
@@ -14,10 +15,4 @@ fn affine(d: Scale) -> vec2<f32> { return vec2<f32>(d, 0.0); }
 
 fn decode8(bits: vec2<u32>, d: Scale) -> Octet {
     return Octet(signed_bytes(bits.x) * d, signed_bytes(bits.y) * d);
-}
-
-fn code_pairs(bits: vec2<u32>) -> vec4<u32> {
-    let codes = bits ^ vec2<u32>(0x80808080u);
-    let shifts = vec4<u32>(0u, 8u, 16u, 24u);
-    return ((vec4<u32>(codes.x) >> shifts) & vec4<u32>(255u)) | (((vec4<u32>(codes.y) >> shifts) & vec4<u32>(255u)) << vec4<u32>(16u));
 }

@@ -14,7 +14,7 @@ product(codes_matmul, 5, 19, 77, bits=3, group=0)  # words that are not whole
 product(codes_matmul, 1, 70, 192, bits=2, group=64)
 product(codes_matmul, 3, 34, 16, bits=8, group=16, a_type="bf16")
 product(codes_matmul_backward, 19, 160, 37, bits=4, accumulate=True)
-product(codes_matmul_backward, 3, 192, 5, bits=8, group=64, accumulate=True)
+product(codes_matmul_backward, 3, 192, 6, bits=8, group=64, accumulate=True)
 product(codes_matmul_backward, 3, 67, 20, bits=3, group=0)
 product(codes_matmul_backward, 1, 32, 3, bits=2, c_type="f32")
 product(codes_matmul, 3, 70, 96, bias=True, stacked=True, gated=True, n1=70, bits=3)

@@ -14,6 +14,7 @@ import typer
 from wgpu_lora.cli import parameters
 from wgpu_lora.cli.bench import BaseDtypeOr, ComputeDtype, File, Layers, Model, Rank, RankOr, Shape, TokensOr
 from wgpu_lora.cli.bench.max_batch import max_batch
+from wgpu_lora.cli.bench.serve import serve
 from wgpu_lora.cli.bench.training import training
 from wgpu_lora.cli.command import USED, Command, Group, dashes
 from wgpu_lora.cli.console import Bar, console, is_terminal, line, table
@@ -172,6 +173,7 @@ bench = typer.Typer(
 bench.command(cls=Command)(training)
 bench.command("max-batch", cls=Command)(max_batch)
 bench.command(cls=Command)(protected)
+bench.command(cls=Command)(serve)
 
 
 @bench.command(BRICKS, cls=Bricks, hidden=True)

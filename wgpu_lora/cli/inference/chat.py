@@ -28,8 +28,9 @@ from wgpu_lora.cli.inference.sampling_options import (
     TopP,
     for_stdout,
 )
+from wgpu_lora.cli.inference.server import OWN, Url, served_chat
 from wgpu_lora.cli.inference.slash_commands import SlashCommands
-from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Model
+from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Model, is_given, refuse_unused
 from wgpu_lora.errors import UserError
 from wgpu_lora.signals import ENDING, on_end_signal
 from wgpu_lora.text import escape_unprintable, join_words
@@ -47,6 +48,7 @@ MaxLength = Annotated[
 
 
 def chat(
+    ctx: typer.Context,
     model: Model = None,
     adapter: Adapter = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also answer with the base model alone.")] = False,
@@ -64,6 +66,7 @@ def chat(
     max_length: MaxLength = None,
     device: Device = None,
     base_dtype: BaseDtype = AUTO,
+    url: Url = None,
 ) -> int:
     """Chat with a model, with or without an adapter.
 
@@ -83,6 +86,13 @@ def chat(
         "stop": stop or [],
         "seed": seed,
     }
+    if url:
+        from wgpu_lora.infer.generation_options import generation_options
+        from wgpu_lora.serve.client import ServerClient
+
+        refuse_unused(ctx, (*OWN, "max_length"), "with --url")
+        most = max_new_tokens if is_given(ctx, "max_new_tokens") else None
+        return served_chat(ServerClient(url, model), generation_options(settings, "The command line"), most)
     return run_chat(model, adapter or [], compare, settings, max_length, device, base_dtype)
 
 

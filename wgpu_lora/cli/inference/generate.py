@@ -24,7 +24,8 @@ from wgpu_lora.cli.inference.sampling_options import (
     TopP,
     for_stdout,
 )
-from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Json, Model, refuse_unused
+from wgpu_lora.cli.inference.server import OWN, Url, served_answers, served_chat
+from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Json, Model, is_given, refuse_unused
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import count_noun, escape_unprintable
 from wgpu_lora.weights.base_formats import AUTO
@@ -78,6 +79,7 @@ def generate(
     device: Device = None,
     base_dtype: BaseDtype = AUTO,
     as_json: Json = False,
+    url: Url = None,
 ) -> int:
     """Answer prompts; without one, start a chat on a terminal.
 
@@ -96,10 +98,17 @@ def generate(
         "stop": stop or [],
         "seed": seed,
     }
+    from wgpu_lora.infer.generation_options import generation_options
+    from wgpu_lora.serve.client import ServerClient
+
     nothing = not prompt and prompts is None
     if nothing and not (as_json or output or batch_size) and is_terminal(sys.stdin) and is_terminal(sys.stdout):
         from wgpu_lora.cli.inference.chat import run_chat
 
+        if url:
+            refuse_unused(ctx, OWN, "with --url")
+            most = max_new_tokens if is_given(ctx, "max_new_tokens") else None
+            return served_chat(ServerClient(url, model), generation_options(settings, "The command line"), most)
         return run_chat(model, adapter or [], compare, settings, None, device, base_dtype)
     if temperature == 0:
         refuse_unused(ctx, DRAWING, "at --temperature 0, which takes the most likely token")
@@ -109,9 +118,8 @@ def generate(
         raise UserError("--prompt and --prompts cannot be combined: give one of them.")
     from wgpu_lora.atomic import check_new, write_new_bytes
     from wgpu_lora.infer.answers import answer_table, tokenizer_of
-    from wgpu_lora.infer.generation_options import generation_options
     from wgpu_lora.infer.named_adapters import BASE, model_of, named_adapters, slots_of
-    from wgpu_lora.infer.prompt_file import Request, kept_on_failure, read_requests, to_jsonl
+    from wgpu_lora.infer.prompt_file import Request, kept_on_failure, read_requests, row_of, to_jsonl
     from wgpu_lora.infer.prompts import check_text, prompt_notes
     from wgpu_lora.json_files import to_json
     from wgpu_lora.models.loaded_model import open_model
@@ -135,6 +143,18 @@ def generate(
         requests = [Request(text, {"prompt": text}) for text in texts]
     if output:
         check_new(output, "--output")
+    if url:
+        refuse_unused(ctx, OWN, "with --url")
+        client = ServerClient(url, model)
+        answers = served_answers(client, [one.prompt for one in requests], generation, batch_size or 16)
+        if output or prompts:
+            lines = to_jsonl([row_of(request, answer) for request, answer in zip(requests, answers, strict=True)])
+            write_new_bytes(output, lines, "--output") if output else print(lines.decode(), end="", flush=True)
+        elif as_json:
+            print_json([answer.as_dict() for answer in answers])
+        else:
+            print("\n\n".join(for_stdout(answer.text) for answer in answers), flush=True)
+        return 0
     adapters = named_adapters(adapter or [])
     comparison = compare or len(adapters) > 1
     slots = slots_of(adapters, compare) if comparison else {next(iter(adapters), BASE): 0 if adapters else None}

@@ -1,0 +1,175 @@
+"""Answers that follow a schema, a regex or a grammar, and hostile ones, which end in bounded time."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import BadRequestError, OpenAI
+from support.serving import VOCAB, demo_tokenizer
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.serve.grammars import MAX_TEXT, Vocabulary, choice_grammar, grammar_source
+from wgpu_lora.serve.schema import CompletionRequest
+
+ASK: list[Any] = [{"role": "user", "content": "Hi"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "kind": {"enum": ["a", "b"]},
+        "sizes": {"type": "array", "items": {"$ref": "#/$defs/size"}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "sizes"],
+    "additionalProperties": False,
+    "$defs": {"size": {"type": "integer", "minimum": 0, "maximum": 99}},
+}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_answer_follows_its_schema(client: OpenAI, seed: int) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+    answer = client.chat.completions.create(
+        model="base", messages=ASK, response_format=form, seed=seed, temperature=1.5, n=2
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        value = json.loads(choice.message.content or "")
+        assert list(value) == ["name", "kind", "sizes"]
+        assert len(value["name"]) <= 8
+        assert value["kind"] in ("a", "b")
+        assert all(0 <= size <= 99 for size in value["sizes"])
+        assert len(value["sizes"]) <= 3
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"guided_regex": r"[a-c]{3}-\d{2,4}"}, r"[a-c]{3}-\d{2,4}"),
+        ({"structured_outputs": {"regex": "(yes|no)!"}}, "(yes|no)!"),
+        ({"guided_choice": ["red", "gr\"een\n", "→"]}, 'red|gr"een\n|→'),
+        ({"structured_outputs": {"choice": ["one", "two"]}}, "one|two"),
+        ({"guided_grammar": 'start: "a" b+\nb: "b" | "c"'}, "a[bc]+"),
+        ({"guided_json": {"enum": [1, "x", None]}}, '1|"x"|null'),
+        ({"guided_json": '{"const": {"a": [1, 2]}}'}, r'\{"a": \[1, 2\]\}'),
+    ],
+)  # fmt: skip
+def test_answers_follow_every_form(client: OpenAI, body: dict[str, Any], expected: str) -> None:
+    for seed in range(3):
+        answer = client.completions.create(model="base", prompt="x", seed=seed, max_tokens=200, extra_body=body)
+        if answer.choices[0].finish_reason == "stop":
+            assert re.fullmatch(expected, answer.choices[0].text)
+        else:
+            assert expected == "a[bc]+"
+            assert re.fullmatch(expected, answer.choices[0].text)
+
+
+def test_json_objects(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="base", messages=ASK, response_format={"type": "json_object"}, seed=0, max_tokens=200
+    )
+    assert (answer.choices[0].message.content or "").startswith("{")
+    if answer.choices[0].finish_reason == "stop":
+        json.loads(answer.choices[0].message.content or "")
+
+
+def nested(depth: int) -> Any:
+    return {"type": "array", "items": nested(depth - 1)} if depth else {}
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "text": {"guided_regex": "a" * (MAX_TEXT + 1)},
+    "parentheses": {"guided_regex": "(" * 9000 + ")" * 9000},
+    "no regex": {"guided_regex": "("},
+    "backreference": {"guided_regex": r"(a)\1"},
+    "unknown rule": {"guided_grammar": "start: other"},
+    "no grammar": {"guided_grammar": "\0"},
+    "types": {"guided_json": {"type": "nothing"}},
+    "unknown keyword": {"guided_json": {"not": {"type": "string"}}},
+    "no json": {"guided_json": "{"},
+    "dangling": {"guided_json": {"$ref": "#/$defs/none"}},
+    "remote": {"guided_json": {"$ref": "https://example.org/schema.json"}},
+    "products": {
+        "guided_json": {
+            "allOf": [
+                {"anyOf": [{"properties": {f"k{i}{k}": {"type": "string"}}} for k in range(6)]} for i in range(14)
+            ]
+        }
+    },
+    "several": {"guided_regex": "a", "guided_json": {}},
+    "no choice": {"guided_choice": []},
+    "no schema": {"response_format": {"type": "json_schema"}},
+    "of words": {"structured_outputs": {"structural_tag": "x"}},
+    "ignored end": {"guided_regex": "a", "ignore_eos": True},
+}
+# Wasteful, but allowed: they may end with an answer or an error.
+WASTEFUL: dict[str, dict[str, Any]] = {
+    "repeats": {"guided_regex": "(((a{1,1000}){1,1000}){1,1000}){1,1000}"},
+    "states": {"guided_regex": "(.*a.{12}|.*b.{13}|.*c.{14}){20}"},
+    "far": {"guided_regex": ".*a.{200}b"},
+    "both": {"guided_regex": "(x+x+)+y"},
+    "ambiguous": {"guided_grammar": 'start: a\na: a a a | a a | "x" | "x" "x"'},
+    "items": {"guided_json": {"type": "array", "minItems": 1_000_000, "items": {"type": "string"}}},
+    "length": {"guided_json": {"type": "string", "minLength": 10_000_000}},
+    "itself": {"guided_json": {"$ref": "#"}},
+    "depth": {"guided_json": nested(60)},
+    "enum": {"guided_json": {"enum": [f"{i:08}" for i in range(10_000)]}},
+    "properties": {"guided_json": {"properties": {f"p{i}": {"type": "string"} for i in range(3000)}}},
+    "pattern": {"guided_json": {"type": "string", "pattern": "^(([a-z]+)*[0-9]?)*$"}},
+    "unicode": {"guided_regex": r"[\w\p{L}\p{N}]{5000}"},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_wrong_and_hostile_grammars_are_refused(client: OpenAI, name: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(BadRequestError) as caught:
+        client.completions.create(model="base", prompt="x", extra_body=HOSTILE[name])
+    assert time.monotonic() - begin < 5
+    body: Any = caught.value.body
+    assert body["type"] == "invalid_request_error"
+    assert len(body["message"]) < 500
+
+
+@pytest.mark.parametrize("name", WASTEFUL)
+def test_wasteful_grammars_end_in_bounded_time(client: OpenAI, name: str) -> None:
+    begin = time.monotonic()
+    with suppress(BadRequestError):
+        client.completions.create(model="base", prompt="x", max_tokens=40, seed=1, extra_body=WASTEFUL[name])
+    assert time.monotonic() - begin < 20
+
+
+def test_a_grammar_beyond_its_limits_allows_the_end_alone_and_says_so() -> None:
+    tokenizer = demo_tokenizer()
+    grammar = Vocabulary(tokenizer, VOCAB).compile(
+        grammar_source(CompletionRequest(prompt="", guided_regex="ab")) or ""
+    )
+    words = np.zeros((VOCAB + 31) // 32, np.uint32)
+    wrong = tokenizer.encode("z")[0]
+    grammar.accept(wrong)
+    grammar.fill_mask(words)
+    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    assert set(allowed) == set(tokenizer.stop_ids)
+    assert grammar.error
+
+
+def test_masks_allow_exactly_the_tokens_that_continue() -> None:
+    tokenizer = demo_tokenizer()
+    vocabulary = Vocabulary(tokenizer, VOCAB)
+    source = grammar_source(CompletionRequest(prompt="", guided_choice=["abc", "abd"]))
+    grammar = vocabulary.compile(source or "")
+    words = np.zeros((VOCAB + 31) // 32, np.uint32)
+    grammar.fill_mask(words)
+    allowed = set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")))
+    texts = {token: vocabulary.bytes_of(token) for token in range(VOCAB) if token not in tokenizer.special_ids}
+    assert allowed == {t for t, text in texts.items() if text and (b"abc".startswith(text) or b"abd".startswith(text))}
+
+
+def test_texts_of_choices_may_be_anything() -> None:
+    with pytest.raises(UserError, match="no text to choose"):
+        choice_grammar([])

@@ -1,0 +1,298 @@
+"""The thread that owns the engine, and the way of its tokens to the requests of the event loop.
+
+event loop --commands--> engine thread --outputs--> text thread --pieces--> event loop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from operator import methodcaller
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.peft_adapter import Matrices
+from wgpu_lora.formats.peft_config import AdapterConfig
+from wgpu_lora.gpu.device_errors import DeviceLost
+from wgpu_lora.infer.answers import StreamedAnswer
+from wgpu_lora.infer.engine import Engine
+from wgpu_lora.infer.request import Request, StepOutput, TokenLogprobs
+from wgpu_lora.serve.errors import RequestError, as_request_error, unknown_model
+from wgpu_lora.serve.grammars import TokenGrammar
+from wgpu_lora.serve.metrics import Metrics
+from wgpu_lora.tokenizer.tokenizer import Tokenizer
+
+AdapterFiles = tuple[AdapterConfig, Matrices]
+
+
+class StreamedText(StreamedAnswer):
+    """The text of an answer, with that of some special tokens. markers: their texts."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], markers: Mapping[int, str]) -> None:
+        super().__init__(tokenizer, 0, stop)
+        self._markers = markers
+
+    def push(self, token: int) -> str:
+        if token not in self._markers or self.stopped:
+            return super().push(token)
+        return self._emit(self._decoder.flush() + self._markers[token], False)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._cut
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new of an answer. finish_reason, error: of its last piece."""
+
+    index: int
+    text: str = ""
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    error: RequestError | None = None
+
+
+@dataclass(eq=False)
+class RunningAnswer:
+    """An answer that an engine computes. index: among those of its HTTP request, which share a queue of pieces."""
+
+    index: int
+    request: Request
+    text: StreamedText
+    pieces: asyncio.Queue[Piece]
+    model: str
+    tokens: int = 0
+    began: float = field(default_factory=time.monotonic)
+    newest: float | None = None  # when its newest token came
+
+
+class EngineThread:
+    """An engine in a thread of its own, which event loops give answers to run.
+
+    Args:
+        make: opens the model anew and makes an engine with these adapters, once, after the device was lost.
+        adapters: directories by name, all of them loaded into the engine.
+        limit: answers that may run or wait.
+        on_end: called from the thread when it ends by an error.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        make: Callable[[Mapping[str, Path]], Engine],
+        adapters: Mapping[str, Path],
+        name: str,
+        limit: int,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._engine, self._make, self._limit, self._on_end = engine, make, limit, on_end
+        self.adapters = dict(adapters)
+        self.failure: Exception | None = None  # that ended the thread
+        self.stats = engine.stats()
+        self.metrics = Metrics(name, lambda: self.stats)
+        self._answers: dict[Request, RunningAnswer] = {}
+        self._commands: queue.SimpleQueue[tuple[Future[Any], Callable[[Engine], Any]] | None] = queue.SimpleQueue()
+        self._texts = ThreadPoolExecutor(1, "serve-text")
+        self._remade = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="serve-engine", daemon=True)
+        self._thread.start()
+
+    # -- of the event loop ---------------------------------------------------------------------------------------------
+
+    async def call(self, act: Callable[[Engine], Any]) -> Any:
+        """What `act` returns or raises in the engine's thread, between two steps."""
+        return await asyncio.wrap_future(self._submit(act))
+
+    async def start(self, answers: Sequence[RunningAnswer], read: AdapterFiles | None = None) -> bool:
+        """Run answers of a request, whose pieces then come.
+
+        Returns: False if their adapter is not in memory, and must be given as `read`.
+
+        Raises:
+            RequestError: too many answers are unfinished, or adapters in use (429); the adapter has been unloaded
+                (404); or the engine has failed (503).
+            UserError: the engine refuses one.
+        """
+        if len(self._answers) + len(answers) > self._limit:
+            status = 429 if len(answers) <= self._limit else 400
+            text = f"The server runs or holds {self._limit} answers at a time: ask again in a while, or for fewer."
+            raise RequestError(text, status, code="rate_limit_exceeded")
+        self._loop = asyncio.get_running_loop()
+        self._answers |= {one.request: one for one in answers}
+        try:
+            started: bool = await self.call(partial(self._add, answers, read))
+        except BaseException:
+            self.stop(answers)
+            raise
+        if not started:
+            for one in answers:
+                self._answers.pop(one.request, None)
+        return started
+
+    def stop(self, answers: Sequence[RunningAnswer]) -> None:
+        """End answers that are not finished; their pieces come no more."""
+        for one in answers:
+            if self._answers.pop(one.request, None):
+                self._submit(methodcaller("abort", one.request))
+
+    def _submit(self, act: Callable[[Engine], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        if self.failure:
+            future.set_exception(as_request_error(self.failure, 503))
+        else:
+            self._commands.put((future, act))
+        return future
+
+    def close(self) -> None:
+        """End the thread after its step, and free the engine."""
+        self._commands.put(None)
+        self._thread.join()
+        self._texts.shutdown()
+
+    # -- of the engine's thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    if not self._obey(not self._engine.busy):
+                        break
+                    if self._engine.busy:
+                        self._pass_on(self._engine.step())
+                    self.stats = self._engine.stats()
+                except Exception as error:
+                    self._recover(error)
+        except Exception as error:
+            self.failure = error
+            self._on_end()
+        finally:
+            if self.failure:
+                self._fail(self.failure)
+            while not self._commands.empty():
+                if command := self._commands.get():
+                    command[0].set_exception(as_request_error(self.failure, 503))
+            with suppress(Exception):
+                self._engine.close()
+
+    def _obey(self, wait: bool) -> bool:
+        """Carry out the commands that have come, the first of which is waited for; False at the end."""
+        while True:
+            try:
+                command = self._commands.get(wait)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            wait, (future, act) = False, command
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(act(self._engine))
+                except Exception as error:
+                    future.set_exception(as_request_error(error, 503) if isinstance(error, DeviceLost) else error)
+                    if not isinstance(error, UserError) or isinstance(error, DeviceLost):
+                        raise
+
+    def _add(self, answers: Sequence[RunningAnswer], read: AdapterFiles | None, engine: Engine) -> bool:
+        name = answers[0].request.adapter
+        if any(one.request not in self._answers for one in answers):
+            raise as_request_error(self.failure, 503)  # they have been failed with those that ran
+        if name is not None and name not in engine.slots.names:
+            if name not in self.adapters:
+                raise unknown_model(name)  # it has just been unloaded
+            if read is None:
+                return False
+            engine.load_adapter(name, *read)
+        for one in answers:
+            engine.add(one.request)
+        return True
+
+    def _pass_on(self, outputs: list[StepOutput]) -> None:
+        # The next step may set a request's finish_reason before this output is read.
+        last = {output.request: number for number, output in enumerate(outputs)}
+        ends = [output.request.finish_reason if last[output.request] == n else None for n, output in enumerate(outputs)]
+        self._texts.submit(self._read, outputs, ends)
+
+    def _recover(self, error: Exception) -> None:
+        """End what runs with an error. If the device is lost, or the engine broken, make it again, once."""
+        if isinstance(error, UserError):
+            print(f"wgpu-lora: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exception(error)
+        self._fail(error)
+        if isinstance(error, UserError) and not isinstance(error, DeviceLost):
+            return
+        if self._remade:
+            raise error
+        self._remade = True
+        with suppress(Exception):
+            self._engine.close()
+        self._engine = self._make(dict(self.adapters))
+
+    def _fail(self, error: Exception) -> None:
+        for one in list(self._answers.values()):
+            self._answers.pop(one.request, None)
+            with suppress(Exception):
+                self._engine.abort(one.request)
+            self._texts.submit(self._end, one, Piece(one.index, error=as_request_error(error, 503)))
+
+    # -- of the texts' thread ------------------------------------------------------------------------------------------
+
+    def _read(self, outputs: Sequence[StepOutput], ends: Sequence[str | None]) -> None:
+        for output, end in zip(outputs, ends, strict=True):
+            if one := self._answers.get(output.request):
+                try:
+                    piece = self._piece(one, output, end)
+                except Exception as error:  # such as the tokenizer's child process that exceeded a limit
+                    piece = Piece(one.index, error=as_request_error(error, 503))
+                if not (piece.finish_reason or piece.error):
+                    self._send(one, piece)
+                elif self._answers.pop(output.request, None):
+                    self._end(one, piece)
+
+    def _piece(self, one: RunningAnswer, output: StepOutput, end: str | None) -> Piece:
+        if end == "error":
+            return Piece(one.index, error=RequestError(output.request.error or "", 500))
+        text, now = "", time.monotonic()
+        if output.token is not None:
+            text = one.text.push(output.token)
+            one.tokens += 1
+            waited = self.metrics.first_token if one.newest is None else self.metrics.between_tokens
+            waited.labels(one.model).observe(now - (one.newest or one.began))
+            one.newest = now
+        if end or one.text.stopped:
+            text += one.text.finish()
+        if one.text.stopped:
+            end = "stop"
+        grammar = one.request.grammar
+        if isinstance(grammar, TokenGrammar) and grammar.error:
+            sentence = f"The schema, regex or grammar exceeds a limit: {grammar.error!s:.300}"
+            return Piece(one.index, error=RequestError(sentence))
+        end = "length" if end == "capacity" else end
+        logprobs = output.logprobs if output.token is not None else None  # none of the token that ends an answer
+        return Piece(one.index, text, logprobs, output.prompt_logprobs, end)
+
+    def _end(self, one: RunningAnswer, piece: Piece) -> None:
+        if one.request.finish_reason is None:  # a stop string, or an error
+            self._submit(methodcaller("abort", one.request))
+        self.metrics.latency.labels(one.model).observe(time.monotonic() - one.began)
+        self.metrics.success.labels(one.model, piece.finish_reason or "error").inc()
+        self._send(one, piece)
+
+    def _send(self, one: RunningAnswer, piece: Piece) -> None:
+        assert self._loop
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(one.pieces.put_nowait, piece)

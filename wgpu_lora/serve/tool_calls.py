@@ -1,0 +1,156 @@
+"""Calls of tools in an answer's text, as families of models write them, and grammars that force one.
+
+| family | form |
+| --- | --- |
+| Hermes, Qwen | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, several times |
+| Mistral | `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` |
+| Llama 3 | `{"name": ..., "parameters": {...}}`, perhaps behind `<|python_tag|>`, several with `;` between them |
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from secrets import token_hex
+from typing import Any
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.infer.answers import overlap
+from wgpu_lora.serve.grammars import JSON, schema_grammar
+from wgpu_lora.serve.schema import Json, Tool
+from wgpu_lora.tokenizer.tokenizer import Tokenizer
+
+CALL, END_CALL, CALLS, ARGS, PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"
+MARKERS = (CALL, END_CALL, CALLS, ARGS, PYTHON)
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """begin, end: of a call, or of all calls. arguments: their key."""
+
+    begin: str
+    end: str = ""
+    arguments: str = "arguments"
+    bare: bool = False  # a call may stand without `begin`, as a whole answer
+
+
+HERMES, MISTRAL, LLAMA = ToolFormat(CALL, END_CALL), ToolFormat(CALLS), ToolFormat(PYTHON, "", "parameters", True)
+
+
+def tool_format(tokenizer: Tokenizer) -> ToolFormat:
+    """The format that a model's chat template names.
+
+    Raises:
+        UserError: it has no tools, or none of the formats above.
+    """
+    templates = tokenizer.chat_templates
+    source = templates.get("tool_use") or templates.get("default", "")
+    if "tools" not in source:
+        raise UserError("The model's chat template has no tools: leave 'tools' out, or use another model.")
+    if CALL in source and "<function=" not in source:
+        return HERMES
+    if CALLS in source:
+        return MISTRAL
+    if PYTHON in source or ('"parameters"' in source and '"name"' in source):
+        return LLAMA
+    raise UserError(
+        "The chat template writes calls of tools in a form that is not known here: use a model with those of Hermes, "
+        "Qwen, Llama 3 or Mistral."
+    )
+
+
+class ToolCallParser:
+    """Splits an answer, piece by piece, into content and calls. A call is complete at once; one that is no call, such
+    as broken JSON, is content."""
+
+    def __init__(self, form: ToolFormat) -> None:
+        self._form = form
+        self._text = ""  # that may be, or begin, a call
+        self._inside = False
+        self._content = ""
+        self.calls: list[Json] = []
+
+    def push(self, text: str, last: bool = False) -> tuple[str, list[Json]]:
+        """(content, calls) that are certain now."""
+        form, start, content = self._form, len(self.calls), ""
+        self._text += text
+        while True:
+            if not self._inside:
+                place = self._text.find(form.begin)
+                if form.bare and place and not self._content:
+                    bare = self._text.lstrip()
+                    if not bare and not last:
+                        break
+                    place = 0 if bare.startswith("{") else place
+                keep = 0 if last else overlap(self._text, form.begin)
+                end = place if place >= 0 else len(self._text) - keep
+                content += self._text[:end]
+                self._content += self._text[:end]
+                self._text, self._inside = self._text[end:], place >= 0
+            if not self._inside:
+                break
+            end = self._text.find(form.end, len(form.begin)) if form.end else -1
+            if end < 0 and not last:
+                break
+            whole = self._text if end < 0 else self._text[: end + len(form.end)]
+            self._text, self._inside = self._text[len(whole) :], False
+            if not self._read(whole):
+                content += whole
+        # Whitespace between calls, and before the first, is no content.
+        if self.calls and not content.strip():
+            content = ""
+        return content, self.calls[start:]
+
+    def _read(self, text: str) -> bool:
+        """Add the calls of a text; False if it has none, or something else."""
+        body = text.removeprefix(self._form.begin).removesuffix(self._form.end or "\0").strip()
+        found: list[Any] = []
+        try:
+            while body:
+                name = ""
+                if self._form is MISTRAL and (match := re.match(r"([\w.-]+)\s*\[ARGS\]", body)):
+                    name, body = match[1], body[match.end() :].lstrip()
+                value, end = json.JSONDecoder().raw_decode(body)
+                values = value if isinstance(value, list) else [{"name": name, "arguments": value} if name else value]
+                found += [tool_call(one["name"], one.get(self._form.arguments, {})) for one in values]
+                body = body[end:].lstrip("; \n\r\t").removeprefix(self._form.begin)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return False
+        self.calls += found
+        return bool(found)
+
+
+def tool_call(name: Any, arguments: Any) -> Json:
+    """A call as OpenAI's. Raises ValueError if the arguments are no JSON, or the name no text."""
+    if not isinstance(name, str):
+        raise ValueError("the name of a function must be text")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    (name + text).encode()  # half of a surrogate pair cannot be sent
+    return {"id": f"call_{token_hex(12)}", "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def call_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Tokenizer) -> str:
+    """A grammar, in Lark's notation, of one call of these tools, or of several."""
+    lines = []
+    for number, tool in enumerate(tools):
+        head = f'{{"name": {json.dumps(tool.function.name)}, "{form.arguments}": '
+        schema = tool.function.parameters or {"type": "object", "properties": {}}
+        schema_grammar(schema)  # for its limits
+        lines += [f'call_{number}: {json.dumps(head)} arguments_{number} "}}"']
+        lines += [f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': JSON})}"]
+    any_call = " | ".join(f"call_{number}" for number in range(len(tools)))
+
+    def marker(text: str) -> str:
+        token = tokenizer.token_id(text)
+        return f"<[{token}]>" if token in tokenizer.special_ids else json.dumps(text)
+
+    if form is HERMES:
+        lines += [f'one: {marker(CALL)} "\\n" any "\\n" {marker(END_CALL)}']
+        start = 'one ("\\n" one)*' if several else "one"
+    elif form is MISTRAL:
+        start = f'{marker(CALLS)} "[" any {"(" + json.dumps(", ") + " any)*" if several else ""} "]"'
+    else:
+        start = "any"
+    return "\n".join([f"start: {start}", f"any: {any_call}", *lines])
