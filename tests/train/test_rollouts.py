@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from wgpu_lora.train.finetune import Job, prepare_job
 from wgpu_lora.train.run.run_checkpoint import PHASE, write_manifest
 from wgpu_lora.train.run.training_log import COMPLETIONS, LOG, read_log
 from wgpu_lora.train.session.rollout_stream import RolloutStream
+from wgpu_lora.train.session.tool_turns import Message
 
 REWARDS = """
 def small(completion_ids, **columns):
@@ -169,6 +171,59 @@ def test_several_adapters_sample_and_train_together(device: Device, tmp_path: Pa
     page = render_report(read_runs([tmp_path / "grpo"]))
     assert "<h2>Completions</h2>" in page
     assert "Entropy" in page
+
+
+class _Tokenizer:
+    """Ends a turn at the lower half of the tokens."""
+
+    stop_ids = frozenset(range(150))
+
+    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
+        return " ".join(map(str, ids))
+
+
+class _Turns:
+    """A first turn that ended by itself has results of a tool, [7, 8, 9]."""
+
+    def follow(self, turns: list[Message], token_ids: list[int], stopped: bool) -> list[int]:
+        turns.append({"role": "assistant", "content": str(token_ids)})
+        return [7, 8, 9] if stopped and len(turns) == 1 else []
+
+    def counts(self) -> tuple[int, int]:
+        return 8, 2
+
+    def close(self) -> None:
+        pass
+
+
+def with_tools(directory: Path, **changes: Any) -> Job[Any]:
+    made = job(directory, **{"max_completion_length": 12, "num_iterations": 2, "save_steps": 1, **changes})
+    made.run.rollouts = replace(made.run.rollouts, tokenizer=_Tokenizer(), tools=_Turns())
+    return made
+
+
+def test_results_of_tools_are_not_trained_on(device: Device, tmp_path: Path) -> None:
+    """Their tokens are inputs only; sampling goes on behind them, with log-probabilities that training finds again."""
+    made = with_tools(tmp_path / "a")
+    made.train()
+    stream = made.run.stream
+    assert isinstance(stream, RolloutStream)
+    assert stream.phase
+    followed = [one for one in stream.phase.completions if 0 in one.tool_mask]
+    assert followed
+    for one in followed:
+        [begin] = [i for i in range(len(one.token_ids)) if one.tool_mask[i] == 0 and one.tool_mask[i - 1] == 1]
+        assert one.token_ids[begin - 1] < 150
+        assert one.token_ids[begin : begin + 3] == [7, 8, 9]
+        assert one.tool_mask[begin : begin + 3] == [0, 0, 0]
+        assert 0 < len(one.token_ids) - begin - 3 == sum(one.tool_mask[begin + 3 :])
+        [segment] = stream.segments([one], 0)
+        assert (segment.labels == -100).sum() == len(segment.labels) - one.size
+    line = read_log(tmp_path / "a" / "run" / LOG)[0]
+    assert 0 < line["sampling/sampling_logp_difference/max"] < 1e-4
+    assert (line["tools/call_frequency"], line["tools/failure_frequency"]) == (1, 0.25)
+    (tmp_path / "b").mkdir()
+    assert_resumes_exactly(with_tools, tmp_path / "b")
 
 
 def test_batches_change_rounding_only(device: Device, tmp_path: Path) -> None:

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from wgpu_lora.assets import ROOT
-from wgpu_lora.child_process import PATIENCE, ChildEnded, ChildProcess
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.rewards.builtin_rewards import BUILT_IN
-from wgpu_lora.rewards.reward_child import FILE
+from wgpu_lora.rewards.function_process import FunctionProcess, distinct, function_list, function_name
 
-START = 60.0  # seconds to import a function's file
-_COMMAND = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from wgpu_lora.rewards.reward_child import main; main()"
-)
+OPTION = "reward_funcs"
 
 
 @dataclass(frozen=True)
@@ -42,7 +34,7 @@ class RewardFunctions:
     """Functions that score completions, as in TRL: called with `prompts`, `completions`, `completion_ids` and the rows'
     other columns, each a list with an entry for each completion, they return a list of numbers or None.
 
-    They run in a child process that is started when it is needed, and ended when one takes too long.
+    They run in a child process (`FunctionProcess`).
 
     Args:
         functions: separated by commas: FILE.py:NAME, or a built-in one as NAME or NAME:ARGUMENT.
@@ -54,27 +46,16 @@ class RewardFunctions:
     """
 
     def __init__(self, functions: str, weights: str | None = None, seconds: float = 60.0):
-        self.functions = [part.strip() for part in functions.split(",") if part.strip()]
-        self.seconds = seconds
+        self.functions = function_list(functions, OPTION)
         self.names = [_name(function) for function in self.functions]
-        if not self.names:
-            raise UserError(f"{flag('reward_funcs')} is empty: name at least one function.")
-        for name in self.names:
-            if self.names.count(name) > 1:
-                raise UserError(f"{flag('reward_funcs')} has two functions named {name!r:.80}: rename one of them.")
+        distinct(self.names, OPTION)
         self.weights = _weights(weights, len(self.names))
-        self._child: ChildProcess | None = None
-        self._loaded: set[str] = set()  # functions that the child has
+        self._process = FunctionProcess(seconds)
 
     def load(self) -> None:
         """Load all functions. Raises UserError if one cannot be."""
         for function in self.functions:
-            reply = self._ask({"function": function}, START)
-            if "error" in reply:
-                raise UserError(
-                    f"{flag('reward_funcs')}: {function:.200} cannot be loaded ({reply['error'].removesuffix('.')}): "
-                    "correct it."
-                )
+            self._process.load(function, OPTION)
 
     def score(
         self,
@@ -99,7 +80,7 @@ class RewardFunctions:
         values = np.full((len(completions), len(self.functions)), np.nan)
         failed, reasons = dict[str, int](), dict[str, str]()
         for number, (name, function) in enumerate(zip(self.names, self.functions, strict=True)):
-            reply = self._ask({"function": function, "arguments": arguments}, self.seconds)
+            reply = self._process.ask(function, arguments=arguments)
             rewards = reply.get("rewards", [None] * len(completions))
             values[:, number] = [np.nan if reward is None else reward for reward in rewards]
             wrong = len(completions) if "error" in reply else reply["wrong"]
@@ -107,50 +88,19 @@ class RewardFunctions:
                 failed[name], reasons[name] = wrong, reply.get("error", "it gave a number that is not finite")
         return Rewards(values, failed, reasons)
 
-    def _ask(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """The child's answer; the start of the child and the import of the function have a time of their own."""
-        if self._child is None or not self._child.running:
-            self._child, self._loaded = None, set()
-        if message["function"] not in self._loaded:
-            reply = self._answer({"function": message["function"]}, START)
-            if "error" in reply:
-                return reply
-            self._loaded.add(message["function"])
-        return self._answer(message, seconds) if "arguments" in message else {}
-
-    def _answer(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        begin = time.monotonic()
-        try:
-            if self._child is None:
-                paths = json.dumps([*sys.path, str(ROOT)])
-                self._child = ChildProcess([sys.executable, "-c", _COMMAND, paths], stderr=2)
-            with self._child.within(seconds / PATIENCE):
-                self._child.send(message)
-                reply: dict[str, Any] = self._child.receive()
-                return reply
-        except ChildEnded as error:
-            late = time.monotonic() - begin >= seconds
-            return {"error": f"it took more than {seconds:g} seconds" if late else str(error)}
-
     def close(self) -> None:
-        if self._child:
-            self._child.end()
-            self._child = None
+        self._process.close()
 
 
 def _name(function: str) -> str:
     """The name of a function, for logs. Raises UserError if it can be none."""
-    before, colon, name = function.partition(FILE + ":")
-    if colon:
-        if not Path(before + FILE).is_file():
-            raise UserError(f"{flag('reward_funcs')}: there is no file {before + FILE!s:.200}: correct the path.")
-        if not name.isidentifier():
-            raise UserError(f"{flag('reward_funcs')}: {name!r:.80} is not the name of a function: give FILE.py:NAME.")
+    name = function_name(function, OPTION)
+    if name:
         return name
     kind = function.partition(":")[0]
     if kind not in BUILT_IN:
         raise UserError(
-            f"{flag('reward_funcs')} has no built-in {kind!r:.80}: give FILE.py:NAME, or one of {', '.join(BUILT_IN)}."
+            f"{flag(OPTION)} has no built-in {kind!r:.80}: give FILE.py:NAME, or one of {', '.join(BUILT_IN)}."
         )
     return kind
 

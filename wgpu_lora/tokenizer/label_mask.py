@@ -131,11 +131,19 @@ def _rows(
 
 
 def prompt_ids(example: Prompt, tokenizer: Tokenizer, kwargs: dict[str, Any]) -> list[int]:
-    """Token ids of a prompt, with the header of the answer behind messages. Raises UserError."""
+    """Token ids of a prompt, with the header of the answer behind messages. Raises UserError.
+
+    Args:
+        kwargs: of the template; its `tools` are those of rows that have none.
+    """
+    tools = kwargs.get("tools")
     if isinstance(example.prompt, str):
+        if tools:
+            raise UserError("the prompt is text, but tools are called in conversations; give a list of messages.")
         return tokenizer.opened(tokenizer.encode(example.prompt))
-    check_variables(kwargs)
-    return tokenizer.encode(tokenizer.render(example.prompt, example.tools, True, variables=kwargs))
+    variables = {name: value for name, value in kwargs.items() if name != "tools"}
+    check_variables(variables)
+    return tokenizer.encode(tokenizer.render(example.prompt, example.tools or tools, True, variables=variables))
 
 
 def alpaca_prompt(example: Alpaca) -> str:

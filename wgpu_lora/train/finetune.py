@@ -34,6 +34,7 @@ from wgpu_lora.models.synthetic_models import synthetic_model
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.ops.activation_storage import Saving
 from wgpu_lora.rewards.reward_functions import RewardFunctions
+from wgpu_lora.rewards.tools import Tools
 from wgpu_lora.track.trackers import check_libraries
 from wgpu_lora.train.data_parallel.leader import DataParallelLeader, check_shared
 from wgpu_lora.train.init_methods import offsets
@@ -67,6 +68,7 @@ from wgpu_lora.train.session.data_stream import DataStream, group_lengths, quart
 from wgpu_lora.train.session.rollout_stream import RolloutStream, completion_batches, stream_of
 from wgpu_lora.train.session.rollouts import Rollouts
 from wgpu_lora.train.session.session import Sampling, Session
+from wgpu_lora.train.session.tool_turns import ToolTurns
 from wgpu_lora.train.training_data import default_batches, read_rows, sources_of
 from wgpu_lora.weights.base_formats import AUTO
 
@@ -140,7 +142,7 @@ class Job(Generic[Record]):
                 self.session.close()
                 for run in self.runs:
                     if run.rollouts:
-                        run.rollouts.rewards.close()
+                        run.rollouts.close()
 
     def _beside(self, free: int) -> str:
         """Options that would make the run fit into the free memory."""
@@ -392,9 +394,12 @@ def rollouts_of(
                 f"model's {positions:,} positions: lower {flag('max_completion_length')} or {flag('max_length')}."
             )
     assert policy.reward_funcs
-    return Rollouts(
-        stream, RewardFunctions(policy.reward_funcs, policy.reward_weights, policy.reward_timeout), model.tokenizer
-    )
+    rewards = RewardFunctions(policy.reward_funcs, policy.reward_weights, policy.reward_timeout)
+    turns = None
+    if policy.tools:
+        tools = Tools(policy.tools, policy.reward_timeout)
+        turns = ToolTurns(tools, model.tokenizer, policy.max_tool_calling_iterations)
+    return Rollouts(stream, rewards, model.tokenizer, turns)
 
 
 def _rounding_note(args: TrainingArguments, capabilities: Capabilities) -> str:

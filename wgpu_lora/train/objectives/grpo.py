@@ -117,6 +117,8 @@ class GRPO(Objective):
     reward_funcs: str | None = None
     reward_weights: str | None = None
     reward_timeout: float = 60.0
+    tools: str | None = None
+    max_tool_calling_iterations: int | None = None
     num_generations: int = 8
     max_completion_length: int = 512
     temperature: float = 1.0
@@ -188,6 +190,8 @@ class GRPO(Objective):
 
     def idle(self) -> dict[str, str]:
         result: dict[str, str] = {}
+        if self.tools is None:
+            result["max_tool_calling_iterations"] = "there are no tools"
         if self.loss not in CLIPPED:
             unused = ["delta", "epsilon"] + (["epsilon_high"] if self.loss == "sapo" else [])
             result |= dict.fromkeys(unused, unused_by(self.loss))

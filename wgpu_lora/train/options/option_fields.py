@@ -411,7 +411,15 @@ class RewardOptions:
         "regex:PATTERN, length:TOKENS, overlong:MAX/BUFFER, think_format, repetition (docs/grpo.md).",
     )
     reward_weights: str | None = option(None, REWARDS, "Weight of each function, separated by commas. Default: 1 each.")
-    reward_timeout: float = option(60.0, REWARDS, "Seconds that a call of a function may take.", within=POSITIVE)
+    reward_timeout: float = option(60.0, REWARDS, "Seconds that a call of a function or a tool may take.", within=POSITIVE)
+    tools: str | None = option(
+        None,
+        REWARDS,
+        "Python functions that the model may call in its completions, separated by commas: FILE.py:NAME.",
+    )
+    max_tool_calling_iterations: int | None = option(
+        None, REWARDS, "Turns of a completion whose calls are run. Default: any number.", within=Range(at_least=1)
+    )
     num_generations: int | None = option(
         None, REWARDS, "Completions of each prompt. Default: 8; rloo: 2.", within=Range(at_least=2)
     )

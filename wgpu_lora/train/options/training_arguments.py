@@ -82,6 +82,7 @@ LISTS = (
     "loss_weights",
     "reward_funcs",
     "reward_weights",
+    "tools",
 )  # which may be given as lists
 SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 

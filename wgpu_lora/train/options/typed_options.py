@@ -110,6 +110,8 @@ class TrainingOptions(TypedDict, total=False):
     reward_funcs: str | list[str] | None
     reward_weights: str | list[float] | None
     reward_timeout: float
+    tools: str | list[str] | None
+    max_tool_calling_iterations: int | None
     num_generations: int | None
     top_p: float
     top_k: int

@@ -36,8 +36,9 @@ UNTRAINED = -100
 class Completion:
     """What was sampled for a prompt.
 
-    sample: the prompt, a position in the data. token_ids: with the stop token. logprobs, entropies: of each token when
-    it was sampled. stopped: whether it ended by itself, and not by its length.
+    sample: the prompt, a position in the data. token_ids: with the stop token. logprobs, entropies: of each sampled
+    token when it was. stopped: whether it ended by itself, and not by its length. tool_mask: 1 for each token that was
+    sampled, and 0 for those of tools' results; empty if all were.
     """
 
     sample: Count
@@ -46,11 +47,23 @@ class Completion:
     entropies: list[float]
     stopped: bool
     advantage: float = 0.0
+    tool_mask: list[Count] = field(default_factory=list)
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """Whether each token was sampled, bool [tokens]."""
+        return np.array(self.tool_mask or [1] * len(self.token_ids), bool)
+
+    @property
+    def size(self) -> int:
+        """Tokens that were sampled."""
+        return len(self.logprobs)
 
     @classmethod
     def from_json(cls, value: Any) -> Completion:
         result: Completion = typed(cls, value, "the completion", unknown="refuse")
-        if not len(result.token_ids) == len(result.logprobs) == len(result.entropies):
+        sampled = result.sampled
+        if len(sampled) != len(result.token_ids) or not sampled.sum() == result.size == len(result.entropies):
             raise ValueError("a completion has lists of other lengths")
         return result
 
@@ -191,8 +204,8 @@ class RolloutStream(DataStream):
         def trained(one: Completion) -> bool:
             return bool(one.token_ids) and (one.stopped or not policy.mask_truncated_completions)
 
-        lengths = [len(one.token_ids) * trained(one) for one in chosen]
-        together = sum(len(one.token_ids) for one in self.phase.completions if trained(one))
+        lengths = [one.size * trained(one) for one in chosen]
+        together = sum(one.size for one in self.phase.completions if trained(one))
         weights = policy.completion_weights(lengths, together, self.parts)
         pairs = [(one, float(weight)) for one, weight in zip(chosen, weights, strict=True) if trained(one)]
         kept = policy.kept([np.array(one.entropies) for one, _ in pairs])
@@ -205,24 +218,25 @@ class RolloutStream(DataStream):
 
     def _group(self, one: Completion, weight: float, kept: np.ndarray, slot: int, epoch: int) -> Group:
         [segment], index = self.segments([one], slot), self.prepared.samples[one.sample][0].index
-        inputs = np.zeros((len(one.token_ids), self.policy.token_inputs), np.float32)
+        inputs = np.zeros((one.size, self.policy.token_inputs), np.float32)
         inputs[:, OLD], inputs[:, KEPT] = one.logprobs, kept
         if self.args.lora_dropout:
             segment = replace(segment, draws=self._keys(epoch, index, len(segment.input_ids)))
         return Group((segment,), slot, weight, one.advantage, index=index, inputs=inputs)
 
     def segments(self, completions: Sequence[Completion], slot: int) -> list[Segment]:
-        """Completions with their prompts; the targets are the completion's tokens."""
+        """Completions with their prompts; the targets are the tokens that were sampled."""
         result = []
         for one in completions:
             prompt, answer = self.prepared.samples[one.sample][0].input_ids, np.array(one.token_ids, np.int32)
-            labels = np.concatenate([np.full(len(prompt), UNTRAINED, np.int32), answer])
+            targets = np.where(one.sampled, answer, UNTRAINED).astype(np.int32)
+            labels = np.concatenate([np.full(len(prompt), UNTRAINED, np.int32), targets])
             result.append(Segment(np.concatenate([prompt, answer]), labels, slot))
         return result
 
     def trained_tokens(self, samples: Iterable[int]) -> int:
         """Of the groups that were made last."""
-        return sum(len(one.token_ids) for one in self._trained or [])
+        return sum(one.size for one in self._trained or [])
 
     def processed_tokens(self, samples: Iterable[int]) -> int:
         """Of the groups that were made last; before the first, the most that a step may have."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,6 @@ import numpy as np
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.infer.engine import Engine
 from wgpu_lora.infer.request import Request
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.names.spelling import flag
@@ -22,6 +21,7 @@ from wgpu_lora.train.objectives.grpo import nan_mean, nan_std
 from wgpu_lora.train.session.data_stream import Step
 from wgpu_lora.train.session.rollout_stream import Completion, Phase, RolloutStream
 from wgpu_lora.train.session.session import Session
+from wgpu_lora.train.session.tool_turns import Message, ToolTurns
 
 STEPS = 20  # after which rewards that never differed, or completions that never ended, are said
 
@@ -44,6 +44,7 @@ class Rollouts:
     stream: RolloutStream
     rewards: RewardFunctions
     tokenizer: Tokenizer | None
+    tools: ToolTurns | None = None
     shown: Callable[[dict[str, Any]], None] = lambda sample: None
     stopped: Callable[[], bool] = lambda: False
     _useless: dict[str, int] = field(default_factory=dict)  # steps so far of which all were so, by what they were
@@ -62,22 +63,28 @@ class Rollouts:
         samples = [sample for sample in prompts for _ in range(policy.num_generations)]
         numbers = [number for _ in prompts for number in range(policy.num_generations)]
         seeds = [self._seed(step.epoch, *pair) for pair in zip(samples, numbers, strict=True)]
-        completions = self._sample(session, slot, stream, samples, seeds, events)
-        rewards = self._score(stream, completions)
+        completions, turns = self._sample(session, slot, stream, samples, seeds, events)
+        rewards = self._score(stream, completions, turns)
         penalties, of_reference = self._penalties(session, slot, completions)
         shape = len(prompts), policy.num_generations
         values = rewards.values.reshape(*shape, -1)
         grouped = penalties.reshape(shape) if penalties is not None else None
         advantages, metrics = policy.advantages(values, self.rewards.weights, grouped)
-        metrics |= of_reference | self._metrics(completions, rewards)
+        metrics |= of_reference | self._metrics(completions, rewards) | self._tool_metrics(len(completions))
         metrics = {name: value for name, value in metrics.items() if np.isfinite(value)}
         made = [
             replace(one, advantage=float(a))
             for one, a in zip(completions, advantages.reshape(-1).tolist(), strict=True)
         ]
         stream.phase = Phase(step.epoch, stream.start_of(step), made, metrics)
-        self._show(made[: policy.num_generations], rewards)
+        self._show(made[: policy.num_generations], turns, rewards)
         self._complain(metrics, rewards)
+
+    def close(self) -> None:
+        """End the processes of functions."""
+        self.rewards.close()
+        if self.tools:
+            self.tools.close()
 
     def heldout(
         self, session: Session, stream: RolloutStream, slot: int, watch: Callable[[int], None]
@@ -89,19 +96,21 @@ class Rollouts:
         samples = list(range(len(stream.prepared.samples)))
         watch(0)
         seeds = [self._seed(-1, sample, 0) for sample in samples]
-        completions = self._sample(session, slot, stream, samples, seeds)
-        rewards = self._score(stream, completions)
+        completions, turns = self._sample(session, slot, stream, samples, seeds)
+        rewards = self._score(stream, completions, turns)
         watch(len(samples))
         scored = ~np.isnan(rewards.values).all(1)
         total = np.where(scored, np.nansum(rewards.values * self.rewards.weights, 1), np.nan)
         if not scored.any():
             return {"loss": float("nan")}
         metrics = {"reward": float(nan_mean(total).item()), **self._metrics(completions, rewards)}
+        metrics |= self._tool_metrics(len(completions))
         return {"loss": 0.0 - metrics["reward"], **{n: v for n, v in metrics.items() if np.isfinite(v)}}
 
-    def _seed(self, epoch: int, sample: int, number: int) -> int:
-        """The seed of a completion's draws: of nothing but the run's seed, the epoch, the prompt and the number."""
-        text = f"{self.stream.args.seed}/{epoch}/{sample}/{number}"
+    def _seed(self, *numbers: int) -> int:
+        """The seed of a completion's draws: of nothing but the run's seed and, for instance, the epoch, the prompt and
+        the number."""
+        text = "/".join(map(str, (self.stream.args.seed, *numbers)))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
     def _sample(
@@ -112,55 +121,81 @@ class Rollouts:
         samples: Sequence[int],
         seeds: Sequence[int],
         events: Events = SILENT,
-    ) -> list[Completion]:
-        engine, policy = session.engine, stream.policy
+    ) -> tuple[list[Completion], list[list[Message]]]:
+        """Completions, and the messages of each, if its prompt is a list of messages."""
+        engine = session.engine
         assert engine is not None, "the session has no engine"
         session.begin()
         engine.forget()
-        stop_ids = self.tokenizer.stop_ids if self.tokenizer else set()
         result = [Completion(sample, [], [], [], False) for sample in samples]
+        turns: list[list[Message]] = [[] for _ in samples]
         requests: dict[Request, int] = {}
-        for number, (sample, seed) in enumerate(zip(samples, seeds, strict=True)):
-            sampler = Sampler(
-                policy.temperature, policy.top_k, policy.top_p, seed, policy.min_p, policy.repetition_penalty
-            )
-            prompt = stream.prepared.samples[sample][0].input_ids.tolist()
-            request = Request(prompt, str(slot), sampler, policy.max_completion_length, stop_ids, logprobs=0)
+
+        def add(number: int, seed: int) -> None:
+            request = self._request(stream, slot, result[number], seed)
             requests[request] = number
             engine.add(request)
+
+        for number, seed in enumerate(seeds):
+            add(number, seed)
+        tokens = 0
         try:
-            self._run(engine, requests, result, events)
+            while engine.busy:
+                if self.stopped():
+                    raise SamplingStopped
+                for output in engine.step():
+                    request, of_token = output.request, output.logprobs
+                    if request.error:
+                        raise UserError(request.error)
+                    assert of_token is not None
+                    number = requests[request]
+                    one = result[number]
+                    one.token_ids.append(of_token.token)
+                    one.tool_mask.extend([1] * bool(self.tools))
+                    one.logprobs.append(float(np.float32(of_token.logprob)))
+                    one.entropies.append(float(np.float32(of_token.entropy)))
+                    tokens += 1
+                    if request.finish_reason is None:
+                        continue
+                    result[number] = replace(one, stopped=request.finish_reason == "stop")
+                    if self.tools and self._follow(result[number], turns[number], len(request.token_ids)):
+                        add(number, self._seed(seeds[number], len(one.token_ids)))
+                finished = sum(request.finish_reason is not None for request in requests)
+                events.answering(finished, len(requests), tokens)
         finally:
             for request in requests:
                 engine.abort(request)
-        return result
+        return result, turns
 
-    def _run(self, engine: Engine, requests: Mapping[Request, int], result: list[Completion], events: Events) -> None:
-        done = tokens = 0
-        while engine.busy:
-            if self.stopped():
-                raise SamplingStopped
-            for output in engine.step():
-                number, of_token = requests[output.request], output.logprobs
-                if output.request.error:
-                    raise UserError(output.request.error)
-                tokens += 1
-                done += output.request.finish_reason is not None
-                assert of_token is not None
-                one = result[number]
-                one.token_ids.append(of_token.token)
-                one.logprobs.append(float(np.float32(of_token.logprob)))
-                one.entropies.append(float(np.float32(of_token.entropy)))
-                if output.request.finish_reason == "stop":
-                    result[number] = replace(one, stopped=True)
-            events.answering(done, len(requests), tokens)
+    def _request(self, stream: RolloutStream, slot: int, one: Completion, seed: int) -> Request:
+        """Continues a completion."""
+        policy = stream.policy
+        sampler = Sampler(policy.temperature, policy.top_k, policy.top_p, seed, policy.min_p, policy.repetition_penalty)
+        prompt = stream.prepared.samples[one.sample][0].input_ids.tolist() + one.token_ids
+        most = policy.max_completion_length - len(one.token_ids)
+        stop_ids = self.tokenizer.stop_ids if self.tokenizer else set()
+        return Request(prompt, str(slot), sampler, most, stop_ids, logprobs=0)
+
+    def _follow(self, one: Completion, turns: list[Message], size: int) -> bool:
+        """Put the results of tools behind a completion, and say whether it goes on. size: of its last turn, in tokens
+        before the stop token."""
+        assert self.tools is not None
+        begin = len(one.token_ids) - size - one.stopped
+        more = self.tools.follow(turns, one.token_ids[begin:], one.stopped)
+        if not more or len(one.token_ids) + len(more) >= self.stream.policy.max_completion_length:
+            return False
+        one.token_ids.extend(more)
+        one.tool_mask.extend([0] * len(more))
+        return True
 
     # -- rewards ---------------------------------------------------------------------------------------------------
 
-    def _texts(self, stream: RolloutStream, completions: Sequence[Completion]) -> tuple[list[Any], list[Any]]:
+    def _texts(
+        self, stream: RolloutStream, completions: Sequence[Completion], turns: Sequence[list[Message]]
+    ) -> tuple[list[Any], list[Any]]:
         """Prompts and completions as reward functions get them: both texts, or both lists of messages."""
         prompts, texts = list[Any](), list[Any]()
-        for one in completions:
+        for one, messages in zip(completions, turns, strict=True):
             row = stream.prepared.columns[one.sample]
             prompt = row.get("prompt", row.get("messages"))
             ids = one.token_ids[:-1] if one.stopped else one.token_ids
@@ -170,15 +205,18 @@ class Rollouts:
                 while end and prompt[end - 1]["role"] == "assistant":
                     end -= 1
                 prompts.append(prompt[:end])
-                texts.append([{"role": "assistant", "content": text}])
+                texts.append(messages or [{"role": "assistant", "content": text}])
             else:
                 prompts.append(row["prompt_ids"] if prompt is None else prompt)
                 texts.append(text)
         return prompts, texts
 
-    def _score(self, stream: RolloutStream, completions: Sequence[Completion]) -> Rewards:
+    def _score(
+        self, stream: RolloutStream, completions: Sequence[Completion], turns: Sequence[list[Message]]
+    ) -> Rewards:
         columns = [stream.prepared.columns[one.sample] for one in completions]
-        return self.rewards.score(*self._texts(stream, completions), [one.token_ids for one in completions], columns)
+        texts = self._texts(stream, completions, turns)
+        return self.rewards.score(*texts, [one.token_ids for one in completions], columns)
 
     def _penalties(
         self, session: Session, slot: int, completions: Sequence[Completion]
@@ -191,12 +229,12 @@ class Rollouts:
         gaps = [
             float((np.array(one.logprobs) - logprobs).sum()) for one, logprobs in zip(completions, found, strict=True)
         ]
-        tokens = sum(len(one.token_ids) for one in completions)
+        tokens = sum(one.size for one in completions)
         return policy.beta * np.array(gaps), {"kl": sum(gaps) / max(1, tokens)}
 
     def _metrics(self, completions: Sequence[Completion], rewards: Rewards) -> dict[str, float]:
-        lengths = np.array([len(one.token_ids) for one in completions])
-        ended = np.array([len(one.token_ids) for one in completions if one.stopped])
+        lengths = np.array([one.size for one in completions])
+        ended = np.array([one.size for one in completions if one.stopped])
         result = {"completions/clipped_ratio": 1 - len(ended) / len(lengths)}
         for name, some in (("length", lengths), ("terminated_length", ended)):
             if len(some):
@@ -209,14 +247,23 @@ class Rollouts:
                 result[f"rewards/{name}/failed"] = float(rewards.failed[name])
         return result
 
-    def _show(self, completions: Sequence[Completion], rewards: Rewards) -> None:
-        prompts, texts = self._texts(self.stream, completions)
+    def _tool_metrics(self, completions: int) -> dict[str, float]:
+        if not self.tools:
+            return {}
+        calls, failures = self.tools.counts()
+        frequency = {"tools/call_frequency": calls / completions}
+        return frequency | ({"tools/failure_frequency": failures / calls} if calls else {})
+
+    def _show(self, completions: Sequence[Completion], turns: Sequence[list[Message]], rewards: Rewards) -> None:
+        prompts, texts = self._texts(self.stream, completions, turns[: len(completions)])
         for number, one in enumerate(completions):
             given = {
                 name: None if np.isnan(value) else float(value)
                 for name, value in zip(self.rewards.names, rewards.values[number], strict=True)
             }
-            text = texts[number] if isinstance(texts[number], str) else texts[number][0]["content"]
+            text = texts[number]
+            if not isinstance(text, str) and len(text) == 1:
+                text = text[0]["content"]
             self.shown({"prompt": prompts[number], "completion": text, "rewards": given, "advantage": one.advantage})
 
     def _complain(self, metrics: dict[str, float], rewards: Rewards) -> None:
