@@ -174,9 +174,9 @@ def test_several_adapters_sample_and_train_together(device: Device, tmp_path: Pa
 
 
 class _Tokenizer:
-    """Ends a turn at the lower half of the tokens."""
+    """Ends a turn at one token in five."""
 
-    stop_ids = frozenset(range(150))
+    stop_ids = frozenset(range(60))
 
     def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
         return " ".join(map(str, ids))
@@ -213,12 +213,19 @@ def test_results_of_tools_are_not_trained_on(device: Device, tmp_path: Path) -> 
     assert followed
     for one in followed:
         [begin] = [i for i in range(len(one.token_ids)) if one.tool_mask[i] == 0 and one.tool_mask[i - 1] == 1]
-        assert one.token_ids[begin - 1] < 150
+        assert one.token_ids[begin - 1] < 60
         assert one.token_ids[begin : begin + 3] == [7, 8, 9]
         assert one.tool_mask[begin : begin + 3] == [0, 0, 0]
         assert 0 < len(one.token_ids) - begin - 3 == sum(one.tool_mask[begin + 3 :])
         [segment] = stream.segments([one], 0)
         assert (segment.labels == -100).sum() == len(segment.labels) - one.size
+    ended = [one for one in stream.phase.completions if one.stopped]
+    assert 0 < len(ended) < len(stream.phase.completions)
+    masked = replace(stream, args=replace(stream.args, mask_truncated_completions=True))
+    step = next(step for step in masked.steps(stream.phase.epoch, stream.phase.start))
+    groups = [group for batch in masked.groups(step) for group in batch]
+    assert [group.label for group in groups] == [one.advantage for one in ended]
+    assert all(group.weight == pytest.approx(1 / sum(one.size for one in ended)) for group in groups)
     line = read_log(tmp_path / "a" / "run" / LOG)[0]
     assert 0 < line["sampling/sampling_logp_difference/max"] < 1e-4
     assert (line["tools/call_frequency"], line["tools/failure_frequency"]) == (1, 0.25)

@@ -411,7 +411,9 @@ class RewardOptions:
         "regex:PATTERN, length:TOKENS, overlong:MAX/BUFFER, think_format, repetition (docs/grpo.md).",
     )
     reward_weights: str | None = option(None, REWARDS, "Weight of each function, separated by commas. Default: 1 each.")
-    reward_timeout: float = option(60.0, REWARDS, "Seconds that a call of a function or a tool may take.", within=POSITIVE)
+    reward_timeout: float = option(
+        60.0, REWARDS, "Seconds that a call of a function or a tool may take.", within=POSITIVE
+    )
     tools: str | None = option(
         None,
         REWARDS,
