@@ -48,7 +48,7 @@ class Rollouts:
     shown: Callable[[dict[str, Any]], None] = lambda sample: None
     stopped: Callable[[], bool] = lambda: False
     _useless: dict[str, int] = field(default_factory=dict)  # steps so far of which all were so, by what they were
-    _said: set[str] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
 
     def prepare(self, session: Session, step: Step, slot: int, events: Events = SILENT) -> None:
         """Sample the completions of the step's phase, unless they have been.
@@ -78,7 +78,7 @@ class Rollouts:
         ]
         stream.phase = Phase(step.epoch, stream.start_of(step), made, metrics)
         self._show(made[: policy.num_generations], turns, rewards)
-        self._complain(metrics, rewards)
+        self._warn(metrics, rewards)
 
     def close(self) -> None:
         """End the processes of functions."""
@@ -266,12 +266,12 @@ class Rollouts:
                 text = text[0]["content"]
             self.shown({"prompt": prompts[number], "completion": text, "rewards": given, "advantage": one.advantage})
 
-    def _complain(self, metrics: dict[str, float], rewards: Rewards) -> None:
+    def _warn(self, metrics: dict[str, float], rewards: Rewards) -> None:
         """Say what a run cannot learn from, once: functions that fail, rewards that never differ, answers that never
         end."""
         for name, reason in rewards.reasons.items():
             count = f"{rewards.failed[name]:,} of {len(rewards.values):,} completions"
-            self._say(
+            self._warn_once(
                 f"function {name}", f"The reward function {name} failed on {count}, which it gives none: {reason}."
             )
         facts = {
@@ -281,19 +281,19 @@ class Rollouts:
         for name, holds in facts.items():
             self._useless[name] = self._useless.get(name, 0) + self.stream.phase_steps if holds else 0
         if self._useless["equal"] >= STEPS:
-            self._say(
+            self._warn_once(
                 "equal",
                 f"The completions of each prompt have had equal rewards for {STEPS} steps, so that there is nothing to "
                 f"learn: check {flag('reward_funcs')}, or start from an adapter that sometimes succeeds.",
             )
         if self._useless["truncated"] >= STEPS:
-            self._say(
+            self._warn_once(
                 "truncated",
                 f"No completion has ended by itself for {STEPS} steps: raise {flag('max_completion_length')}, or "
                 "reward short ones.",
             )
 
-    def _say(self, what: str, text: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
+    def _warn_once(self, what: str, text: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
             warnings.warn(text, RolloutWarning, stacklevel=2)
