@@ -70,7 +70,7 @@ PATHS = (
     "teacher_cache", "eval_teacher_cache", "rounded_from",
 )  # fmt: skip
 # Batches by default, unless the data are small (train/training_data.py).
-BETA, LEAST_BETA = 0.1, Range(at_least=1e-9, at_most=1e9)  # squares of 1 / beta are float32 numbers
+LEAST_BETA = Range(at_least=1e-9, at_most=1e9)  # squares of 1 / beta are float32 numbers
 OUTPUT, ROWS_PER_BATCH, ACCUMULATION = "output", 2, 4
 LENGTH = 1024  # tokens per row by default, if the model has as many positions
 # Headings of the options in the command line's help, in order.
@@ -91,15 +91,12 @@ SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt]?)(i?)b?\s*", re
 class TrainingArguments(RewardOptions, DistillationOptions, PreferenceOptions, GeneralOptions):
     """Names and meanings are those of TRL, PEFT and transformers, where they have the option.
 
-    Fields are in the order of the bases from the last to the first. beta: the objective's own if it is not given.
+    Fields are in the order of the bases from the last to the first.
     """
 
     def __post_init__(self) -> None:
         usual = self.objective == "sft" or self.objective not in OBJECTIVES  # and imports nothing
         objective = None if usual else OBJECTIVES[self.objective]
-        if self.beta is None:
-            own = objective.__dataclass_fields__.get("beta") if objective else None
-            object.__setattr__(self, "beta", own.default if own else BETA)  # comparable with earlier versions
         for item in fields(self):
             check(item.name, getattr(self, item.name), item.metadata)
         for name in PATHS:
@@ -109,8 +106,8 @@ class TrainingArguments(RewardOptions, DistillationOptions, PreferenceOptions, G
         if not self.target_modules.strip(" ,"):
             raise UserError(f"{flag('target_modules')} is empty: name at least one module, or use 'all-linear'.")
         check_date(self.template_date)
-        if not (objective and objective.samples):
-            require(LEAST_BETA.holds(self.beta or 0.0), "beta", LEAST_BETA.rule(), self.beta)
+        if self.beta is not None and not (objective and objective.samples):
+            require(LEAST_BETA.holds(self.beta), "beta", LEAST_BETA.rule(), self.beta)
         self._check_trained()
         for selected_by, registered in (("objective", OBJECTIVES), ("optim", OPTIMIZERS)):
             if getattr(self, name := OWN_OPTIONS[selected_by]) is not None:
@@ -225,8 +222,6 @@ def from_values(
     for selected_by, option in OWN_OPTIONS.items():  # those of another objective or optimizer do not apply
         if explicit.get(selected_by, getattr(base, selected_by)) != getattr(base, selected_by):
             explicit.setdefault(option, None)
-    if explicit.get("objective", base.objective) != base.objective:
-        explicit.setdefault("beta", None)
     return replace(base, **explicit)
 
 
