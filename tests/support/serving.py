@@ -25,9 +25,9 @@ from wgpu_lora.infer.request import EngineStats, Request, StepOutput, TokenLogpr
 from wgpu_lora.infer.sampling import uniform
 from wgpu_lora.models.model_files import read_model
 from wgpu_lora.serve.app import Access, make_app
-from wgpu_lora.serve.completions import Service
 from wgpu_lora.serve.engine_thread import EngineThread
 from wgpu_lora.serve.prompts import Limits
+from wgpu_lora.serve.service import Service
 from wgpu_lora.tokenizer.local_tokenizer import LocalTokenizer
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
 

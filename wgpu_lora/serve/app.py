@@ -21,8 +21,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from wgpu_lora.serve import schema
-from wgpu_lora.serve.completions import Service
 from wgpu_lora.serve.errors import RequestError, as_request_error
+from wgpu_lora.serve.service import Service
 
 HEALTH = "/health"  # which needs no key
 Handler = Callable[[Any, Any], Awaitable[Response]]  # (body, its JSON) -> response

@@ -21,9 +21,9 @@ from wgpu_lora.models.adapter_set import SlotSpec
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.models.model_files import read_model
 from wgpu_lora.serve.app import Access, make_app
-from wgpu_lora.serve.completions import Service
 from wgpu_lora.serve.engine_thread import EngineThread
 from wgpu_lora.serve.prompts import Limits
+from wgpu_lora.serve.service import Service
 from wgpu_lora.signals import on_end_signal
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")

@@ -1,4 +1,4 @@
-"""/v1/chat/completions and /v1/completions."""
+"""What the endpoints of the server do, and the formats of their answers."""
 
 from __future__ import annotations
 
