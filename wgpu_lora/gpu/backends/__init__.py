@@ -72,6 +72,12 @@ class Backend(Protocol):
         """Seconds of a timestamp's unit."""
 
 
+def tint_text(code: str) -> str:
+    """A WGSL text as Tint takes it, Dawn's and Chromium's compiler, which wants extensions named."""
+    # Kernels broadcast under bounds that are the same in all lanes, which Tint cannot prove.
+    return f"enable subgroups;\ndiagnostic(off, subgroup_uniformity);\n{code}" if "subgroup" in code else code
+
+
 def installed(name: str) -> bool:
     """Whether a backend's library is there."""
     return name != DAWN or importlib.util.find_spec("wgpudawn") is not None
