@@ -99,8 +99,12 @@ class Browser:
     def text(self) -> str:
         return self.evaluate("return document.body.innerText")
 
-    def screenshot(self, path: Path, width: int = 1100, height: int = 900, dark: bool = False, whole: bool = True) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
+    def screenshot(
+        self, path: Path, width: int = 1100, height: int = 900, dark: bool = False, whole: bool = True
+    ) -> None:
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         answer = self.call("Page.captureScreenshot", captureBeyondViewport=whole)

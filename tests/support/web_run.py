@@ -1,9 +1,8 @@
-"""The native run that a page is compared with: `python -m tests.support.web_run MODEL LAYERS JSON` prints its losses."""
+"""The native run that a page is compared with: `python -m tests.support.web_run JSON` prints its losses."""
 
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from wgpu_lora.events import Events
@@ -29,7 +28,13 @@ def opened(name: str, layers: int | None) -> LoadedModel:
 def main(name: str, layers: int, options: dict[str, Any], data: str, heldout: str, steps: int, output: str) -> None:
     model, web = opened(name, layers), WebOptions(**options)
     args = replace(
-        web.arguments(model, 16), data=data, eval_data=heldout, output=output, max_steps=steps, tune=False, eval_steps=steps
+        web.arguments(model, 16),
+        data=data,
+        eval_data=heldout,
+        output=output,
+        max_steps=steps,
+        tune=False,
+        eval_steps=steps,
     )
     losses = Losses()
     record = prepare_job(args, model).train(losses)

@@ -115,7 +115,7 @@ async function train() {
     const [steps, rate] = [Number($("steps").value), Number($("rate").value)];
     if (!(Number.isInteger(steps) && steps > 0 && rate > 0 && rate < 1)) throw new PageError("Steps must be a whole number above 0, and the learning rate between 0 and 1.");
     app.trainer = new Trainer(app.player, trainingRows(), { steps, learningRate: rate });
-    await exclusive(() => app.trainer.restore({ ...app.trainer, state: app.initial }));
+    await exclusive(() => app.trainer.restore({ ...app.trainer, state: app.start }));
   }
   const { trainer } = app, heldout = app.rows.slice(trainer.rows.length);
   paused = false;
@@ -169,6 +169,8 @@ async function ask() {
   }
 }
 
+const stateNow = (pages) => Promise.all(app.model.training.state.slice(0, pages).map((place) => app.player.read(place)));
+
 async function download() {
   const files = await exclusive(() => adapterFiles(app.player));
   for (const [name, blob] of Object.entries(files)) {
@@ -218,7 +220,7 @@ async function start() {
   app.player = await Player.open(app.model, opened, ".", (share) => ($("loading").value = share));
   app.text = await Text.open(app.model);
   app.generator = new Generator(app.player, app.text);
-  app.initial = await Promise.all(app.model.training.state.map((place) => app.player.read(place)));
+  app.initial = app.start = await stateNow();
   $("loading").hidden = true;
   const memory = format(modelBytes(app.model) / 2 ** 20), subgroups = opened.variant.subgroup_size;
   $("status").textContent = `${name}, ${layers} layers in ${base_dtype}, on ${opened.name}: ${memory} MiB, ${subgroups ? `subgroups of ${subgroups}` : "no subgroups"}.`;
@@ -241,9 +243,12 @@ async function start() {
   on("download", "click", download);
   on("load", "change", async ({ target }) => {
     const [file] = target.files, data = await file.arrayBuffer();
-    await exclusive(() => loadAdapter(app.player, data));
+    await exclusive(async () => {
+      loadAdapter(app.player, data); // throws before it writes
+      app.start = [...(await stateNow(app.model.training.pages)), ...app.initial.slice(app.model.training.pages)];
+    });
     app.trainer = null;
-    $("adapter-text").textContent = `${file.name} is loaded: questions use it.`;
+    $("adapter-text").textContent = `${file.name} is loaded: questions use it, and training begins with it.`;
   });
   await offerKept();
   $("main").inert = false;

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from wgpu_lora.gpu.backends import tint_text
-from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.device_errors import MAX_GROUPS
+from wgpu_lora.gpu.backends import WGPU, tint_text
+from wgpu_lora.gpu.device import Device, DeviceOptions
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.program import Arena, Program
 from wgpu_lora.gpu.tensor import Storage, Tensor
@@ -34,6 +30,7 @@ class Recording:
         sizes = Arena.sizes_for([program.plan() for program in programs.values()])
         self.buffers: list[dict[str, Any]] = [{"name": f"arena {i}", "bytes": size} for i, size in enumerate(sizes)]
         self.shaders: dict[str, int] = {}
+        self.storage_buffers = 0  # of a dispatch, at most
         self.numbers: dict[Storage, int] = {}
         for program in programs.values():
             for _, parts in program.bindings():
@@ -63,9 +60,19 @@ class Recording:
             ]
         return result
 
+    def limits(self, replays: Iterable[dict[str, list[list[int]]]]) -> dict[str, int]:
+        """The limits of WebGPU, by its names, that a device needs for these dispatches."""
+        steps = [step for programs in replays for steps in programs.values() for step in steps]
+        return {
+            "maxStorageBuffersPerShaderStage": self.storage_buffers,
+            "maxStorageBufferBindingSize": max(size for step in steps for size in step[6::3]),
+            "maxBufferSize": max(buffer["bytes"] for buffer in self.buffers),
+        }
+
     def _dispatch(
         self, step: Dispatch, parts: list[tuple[Storage, int, int]], places: dict[Storage, tuple[int, int]]
     ) -> list[int]:
+        self.storage_buffers = max(self.storage_buffers, len(step.tensors))
         text = tint_text(step.kernel.source(step.present, step.constants, step.tiling))
         result = [self.shaders.setdefault(text, len(self.shaders)), *step.groups]
         for storage, offset, size in parts:
@@ -103,21 +110,6 @@ def with_default_tiling(step: Dispatch, capabilities: Capabilities) -> Dispatch:
     return step if step.fixed else step.tiled(step.tilings(capabilities)[0])
 
 
-def required_limits(buffers: list[dict[str, Any]], replays: Iterable[dict[str, list[list[int]]]]) -> dict[str, int]:
-    """The limits of WebGPU, by its names, that a device needs."""
-    bindings, largest, groups = 0, 0, 0
-    for programs in replays:
-        for step in (step for steps in programs.values() for step in steps):
-            bindings, largest = max(bindings, (len(step) - 4) // 3), max(largest, *step[6::3])
-            groups = max(groups, *step[1:4])
-    assert groups <= MAX_GROUPS
-    return {
-        "maxStorageBuffersPerShaderStage": bindings,
-        "maxStorageBufferBindingSize": largest,
-        "maxBufferSize": max(buffer["bytes"] for buffer in buffers),
-    }
-
-
 def web_capabilities(subgroup_size: int = 0) -> Capabilities:
     """What kernels may use in any browser: WebGPU's default limits, and as many registers as the least of GPUs has.
 
@@ -128,9 +120,6 @@ def web_capabilities(subgroup_size: int = 0) -> Capabilities:
 
 def web_device(selector: str | int | None = None) -> Device:
     """A device whose kernels are those of a browser without subgroups."""
-    from wgpu_lora.gpu.backends import WGPU
-    from wgpu_lora.gpu.device import DeviceOptions
-
     device = Device(selector, DeviceOptions(subgroups=False, default_limits=True, backend=WGPU))
-    device.capabilities = replace(web_capabilities())
+    device.capabilities = web_capabilities()
     return device

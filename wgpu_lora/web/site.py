@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +25,23 @@ from wgpu_lora.models.batch_inputs import StepInputs
 from wgpu_lora.models.blocks.attention_block import KeyRanges
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.row_inputs import RowInput
-from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.names.spelling import flag
 from wgpu_lora.ops.attention import BLOCK
 from wgpu_lora.tokenizer.tokenizer import TEMPLATE, Tokenizer
-from wgpu_lora.train.finetune import trainable_for
+from wgpu_lora.train.finetune import trainable_for, trainable_parameters
 from wgpu_lora.train.optimizers.adamw import Hyper
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.trained_weights import TrainableAdapter, adapter_tensors
 from wgpu_lora.train.session.batch import Batch
 from wgpu_lora.train.session.optimizer_update import SlotUpdate
 from wgpu_lora.train.session.session import Session
-from wgpu_lora.web.recording import Recording, required_limits, web_capabilities
+from wgpu_lora.web.recording import Recording, web_capabilities
 
 SCHEMA, VERSION = "wgpu-lora web", 1
 PAGE = Path(__file__).parent
 SHELL = (".html", ".css", ".js", ".mjs", ".svg", ".txt")
 PREFILL = (16, 128)  # rows of a prompt that are computed together
 EXAMPLE_ROWS = 200
-SUBGROUP_SIZES = (4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,9 @@ class WebOptions:
             raise UserError(f"{flag('rows')} and {flag('tokens')} must be at least 1 and 16: raise them.")
         positions = model.config.max_position_embeddings
         if max(self.tokens, self.context) > positions:
-            raise UserError(f"The model has {positions} positions: lower {flag('tokens')} and {flag('context')} to that.")
+            raise UserError(
+                f"The model has {positions} positions: lower {flag('tokens')} and {flag('context')} to that."
+            )
         rate = TrainingArguments().rate_for(model.config.hidden_size)
         return TrainingArguments(
             model=model.name,
@@ -96,8 +97,6 @@ class WebModel:
         _, subject = trainable_for(args, model)
         assert isinstance(subject, TrainableAdapter)
         self.subject = subject
-        from wgpu_lora.train.finetune import trainable_parameters
-
         trained = trainable_parameters(model, [subject])
         tokens = -(-options.rows * options.tokens // 16) * 16
         self.session = Session(model, trained, [tokens], positions=options.tokens, eval_tokens=tokens)
@@ -153,9 +152,7 @@ class WebModel:
         recording, config = self.recording, self.model.config
         sizes = (0, *self.options.subgroup_sizes)
         described = {"training": self._training(), "adapter": self._adapter(), "generation": self._generation()}
-        variants = [
-            {"subgroup_size": size, "programs": recording.replays(web_capabilities(size))} for size in sorted(set(sizes))
-        ]
+        replays = {size: recording.replays(web_capabilities(size)) for size in sorted(set(sizes))}
         return {
             "schema": SCHEMA,
             "version": VERSION,
@@ -167,12 +164,12 @@ class WebModel:
                 "vocab_size": config.vocab_size,
                 "base_dtype": self.model.decoder.base_dtype,
             },
-            "limits": required_limits(recording.buffers, [variant["programs"] for variant in variants]),
+            "limits": recording.limits(replays.values()),
             **described,
             "tokenizer": tokenizer_facts(self.tokenizer),
             "bricks": self._bricks(),
             "buffers": recording.buffers,
-            "variants": variants,
+            "variants": [{"subgroup_size": size, "programs": programs} for size, programs in replays.items()],
             "shaders": list(recording.shaders),
         }
 
@@ -229,6 +226,7 @@ class WebModel:
             },
             "seed": args.seed,
             "epochs": args.num_train_epochs,
+            "pages": len(session.trained.params),
             "state": [self._place(tensor) for tensor in state],
         }
 
