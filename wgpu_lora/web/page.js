@@ -12,6 +12,7 @@ export const app = globalThis.app = {}; // for the console
 let last = Promise.resolve(), paused = true, stopped = false;
 
 function fail(error) {
+  if (app.lost && !(error instanceof PageError)) return; // it follows from that
   $("error").textContent = error instanceof PageError ? error.message : `The page failed: ${error.message}. Reload it.`;
   $("error").hidden = false;
   if (!(error instanceof PageError)) console.error(error);
@@ -26,7 +27,7 @@ function exclusive(work) {
 
 function on(id, event, work) {
   $(id).addEventListener(event, async (...args) => {
-    $("error").hidden = true;
+    $("error").hidden = !app.lost;
     try {
       await work(...args);
     } catch (error) {
@@ -211,11 +212,16 @@ async function workerReady() {
   if (!navigator.serviceWorker.controller) await Promise.race([controlled, new Promise((resolve) => setTimeout(resolve, 3000))]);
 }
 
+function lost(error) {
+  [app.lost, paused, stopped] = [true, true, true];
+  fail(error);
+}
+
 async function start() {
   await workerReady();
   app.model = await readModel();
   app.key = app.model.files.map(({ sha256 }) => sha256).join(" ");
-  const { name, layers, base_dtype } = app.model.model, opened = await openDevice(app.model, fail);
+  const { name, layers, base_dtype } = app.model.model, opened = await openDevice(app.model, lost);
   $("status").textContent = `Loading ${name} …`;
   app.player = await Player.open(app.model, opened, ".", (share) => ($("loading").value = share));
   app.text = await Text.open(app.model);
@@ -225,7 +231,7 @@ async function start() {
   const memory = format(modelBytes(app.model) / 2 ** 20), subgroups = opened.variant.subgroup_size;
   $("status").textContent = `${name}, ${layers} layers in ${base_dtype}, on ${opened.name}: ${memory} MiB, ${subgroups ? `subgroups of ${subgroups}` : "no subgroups"}.`;
   on("rows", "change", () => useRows($("rows").value));
-  const take = async (file) => useRows(($("rows").value = await file.text()));
+  const take = async (file) => $("rows").disabled || useRows(($("rows").value = await file.text()));
   on("file", "change", ({ target }) => target.files[0] && take(target.files[0]));
   on("example", "click", async () => useRows(($("rows").value = await (await fetch("example.jsonl")).text())));
   const section = $("rows").closest("section");

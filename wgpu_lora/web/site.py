@@ -18,7 +18,7 @@ from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS, adapter_files, tensor_name
 from wgpu_lora.gpu.program import Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.struct import struct_fields
-from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.gpu.tensor import Storage, Tensor
 from wgpu_lora.infer.engine_programs import EngineLimits, Programs, Step
 from wgpu_lora.memory_leases import claim
 from wgpu_lora.models.batch_inputs import StepInputs
@@ -137,7 +137,7 @@ class WebModel:
             for storage, table in program.uniforms():
                 device.write(storage.buffer, table)
 
-    def storages(self) -> set[Any]:
+    def storages(self) -> set[Storage]:
         uniforms = {storage for program in self.recording.programs.values() for storage, _ in program.uniforms()}
         return self.session.storages() | self.engine.storages() | uniforms | set(self.recording.numbers)
 
@@ -192,7 +192,7 @@ class WebModel:
         }
 
     def _batch(self, batch: Batch) -> dict[str, Any]:
-        [scoring] = batch._scoring.values()
+        [scoring] = batch.scoring.values()
         targets = batch.inputs.targets
         return self._rows(batch.inputs) | {
             "target_rows": self._place(targets.rows),
@@ -269,10 +269,11 @@ class WebModel:
         result: dict[Any, dict[str, Any]] = {}
         for index, step in enumerate(self.batch.program.dispatches):
             if step.kernel.tuning:
-                key = step.kernel.name, step.dims, step.alike
+                name, key = step.kernel.name, (step.kernel.name, step.dims, step.alike)
+                shape = " ".join(f"{dim} {size}" for dim, size in zip(step.kernel.dims, step.dims, strict=True))
                 work = step.kernel.tuning.work(step.constants)
-                result.setdefault(key, {"kernel": step.kernel.name, "dispatch": index, "work": work, "calls": 0})
-                result[key]["calls"] += 1
+                new = {"kernel": name, "dims": shape, "dispatch": index, "work": work, "calls": 0}
+                result.setdefault(key, new)["calls"] += 1
         return list(result.values())
 
 
