@@ -232,7 +232,11 @@ async function start() {
   $("status").textContent = `${name}, ${layers} layers in ${base_dtype}, on ${opened.name}: ${memory} MiB, ${subgroups ? `subgroups of ${subgroups}` : "no subgroups"}.`;
   on("rows", "change", () => useRows($("rows").value));
   const take = async (file) => $("rows").disabled || useRows(($("rows").value = await file.text()));
-  on("file", "change", ({ target }) => target.files[0] && take(target.files[0]));
+  on("file", "change", async ({ target }) => {
+    const [file] = target.files;
+    target.value = "";
+    await take(file);
+  });
   on("example", "click", async () => useRows(($("rows").value = await (await fetch("example.jsonl")).text())));
   const section = $("rows").closest("section");
   section.addEventListener("dragover", (event) => (event.preventDefault(), section.classList.add("drop")));
@@ -249,6 +253,7 @@ async function start() {
   on("download", "click", download);
   on("load", "change", async ({ target }) => {
     const [file] = target.files, data = await file.arrayBuffer();
+    target.value = ""; // so that the same file may be chosen again
     await exclusive(async () => {
       loadAdapter(app.player, data); // throws before it writes
       app.start = [...(await stateNow(app.model.training.pages)), ...app.initial.slice(app.model.training.pages)];

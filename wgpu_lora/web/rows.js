@@ -55,7 +55,9 @@ export class Text {
   tokenize(row) {
     const { facts } = this, example = exampleOf(row, this.template);
     if (example.messages) return this.conversation(example);
-    const { prompt = "", answer } = example, [head, tail] = prompt ? this.split(prompt, answer) : [[], this.encode(answer)];
+    const { prompt = "", answer } = example;
+    if (!answer.trim()) return { ids: [], labels: [], pieces: [] };
+    const [head, tail] = prompt ? this.split(prompt, answer) : [[], this.encode(answer)];
     const opening = [...head, ...tail][0] === facts.prefix_ids[0] ? [] : facts.prefix_ids, ids = [...opening, ...head, ...tail];
     if (facts.eos_id !== null && ids.at(-1) !== facts.eos_id && !(facts.eos_text && answer.trimEnd().endsWith(facts.eos_text))) ids.push(facts.eos_id);
     const untrained = prompt ? opening.length + head.length : 0;

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.assets import DEMO_TRAIN
+from wgpu_lora.assets import DEMO_TRAIN, ORDERS_TRAIN
 from wgpu_lora.atomic import new_directory
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
@@ -314,7 +314,8 @@ def write_site(model: LoadedModel, options: WebOptions, output: Path, lora_r: in
         text = web.tokenizer.files()["tokenizer.json"].encode()
         (directory / "tokenizer.json").write_bytes(text)
         document["tokenizer"] |= {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
-        rows = DEMO_TRAIN.read_text(encoding="utf-8").splitlines()[:EXAMPLE_ROWS] if model.name == "demo" else []
+        examples = DEMO_TRAIN if model.name == "demo" else ORDERS_TRAIN
+        rows = examples.read_text(encoding="utf-8").splitlines()[:EXAMPLE_ROWS]
         (directory / "example.jsonl").write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
         (directory / "model.json").write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
         stamp_worker(directory)
