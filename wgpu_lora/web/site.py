@@ -270,7 +270,9 @@ class WebModel:
         for index, step in enumerate(self.batch.program.dispatches):
             if step.kernel.tuning:
                 name, key = step.kernel.name, (step.kernel.name, step.dims, step.alike)
-                shape = " ".join(f"{dim} {size}" for dim, size in zip(step.kernel.dims, step.dims, strict=True))
+                shape = " ".join(
+                    f"{size} {step.constants[size]}" for size in step.kernel.tuning.sizes if step.constants.get(size)
+                )
                 work = step.kernel.tuning.work(step.constants)
                 new = {"kernel": name, "dims": shape, "dispatch": index, "work": work, "calls": 0}
                 result.setdefault(key, new)["calls"] += 1

@@ -29,7 +29,7 @@ from wgpu_lora.web.site import WebOptions, tokenizer_facts, write_site
 OPTIONS = {"rows": 1, "tokens": 64, "context": 128}
 STEPS, ROWS, HELD_OUT = 20, 48, 8
 PATIENCE = 400  # seconds, on a machine that others use
-QUESTION = "Write f(xs) in Python. Keep only odd values, then return the total."
+QUESTION = "Write a Python function frost_violin(xs). Skip every zero, add 13 to each one, and reverse the result."
 SWIFTSHADER = Path(os.environ.get("WGPU_LORA_SWIFTSHADER", "/usr/lib/chromium/libvk_swiftshader.so"))  # Chromium's own
 READY = "document.getElementById('main')?.inert === false"
 BYTES = """async blob => {
@@ -149,6 +149,7 @@ def test_nothing_leaves_the_page(trained: Trained) -> None:
 def test_the_adapter_is_loaded_by_others(trained: Trained, tmp_path: Path) -> None:
     for name, data in trained.files.items():
         (tmp_path / name).write_bytes(data)
+    assert trained.answers[0] != trained.answers[1]
     model = wgpu_lora.load("demo")
     for adapter, answer in zip((None, tmp_path), trained.answers, strict=True):
         [made] = wgpu_lora.generate(model, [QUESTION], adapter=adapter, max_new_tokens=16)
