@@ -70,7 +70,7 @@ def test_a_site_is_whole(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("options", "sentence"),
     [
         (("--subgroup-size", "5"), "--subgroup-size 5 is not one of 4, 8, 16, 32."),
-        (("--tokens", "8"), "--rows and --tokens must be at least 1 and 16"),
+        (("--tokens", "8"), "--rows must be at least 1, --tokens and --context at least 16: raise them."),
         (("--tokens", "100000"), "positions: lower --tokens and --context"),
         (("--model", str(MODELS / "qwen3_5_text")), "choose a model of plain attention"),
         (("--model", str(MODELS / "qwen3")), "has no tokenizer, which the page needs"),

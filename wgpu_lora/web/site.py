@@ -55,8 +55,9 @@ class WebOptions:
 
     def arguments(self, model: LoadedModel, lora_r: int) -> TrainingArguments:
         """The options of the same training by `wgpu-lora finetune`."""
-        if self.rows < 1 or self.tokens < 16:
-            raise UserError(f"{flag('rows')} and {flag('tokens')} must be at least 1 and 16: raise them.")
+        if self.rows < 1 or min(self.tokens, self.context) < 16:
+            names = f"{flag('rows')} must be at least 1, {flag('tokens')} and {flag('context')}"
+            raise UserError(f"{names} at least 16: raise them.")
         positions = model.config.max_position_embeddings
         if max(self.tokens, self.context) > positions:
             raise UserError(
