@@ -1,5 +1,6 @@
-// logprobs[r] = target's logit - (m + log(sum)), from the softmax's state (m, sum, target's logit); 0 for rows >= count[0].
+// logprobs[r] = RATE target's logit - (RATE m + log(sum)), from the softmax's state (m, sum, target's logit); 0 for rows >= count[0].
 const ROWS: u32 = 4u;
+const RATE: f32 = 1.0; // 1 / temperature
 
 @group(0) @binding(0) var<storage, read_write> state: array<vec4<f32>>;
 @group(0) @binding(1) var<storage, read> count: array<u32>;
@@ -10,5 +11,5 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let r = linear_index(group, local);
     if (r >= ROWS) { return; }
     let s = state[r];
-    logprobs[r] = select(0.0, s.z - (log(s.y) + s.x), r < count[0]);
+    logprobs[r] = select(0.0, RATE * s.z - (log(s.y) + RATE * s.x), r < count[0]);
 }

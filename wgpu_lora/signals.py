@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,3 +39,26 @@ def end_signal_delayed() -> Iterator[None]:
         yield
     if numbers:
         signal.raise_signal(numbers[0])
+
+
+@contextmanager
+def discarded_interrupts_repeated(received: Callable[[], int | None]) -> Iterator[None]:
+    """Repeat the signal that was `received` if the KeyboardInterrupt that it raised was discarded.
+
+    Python discards what is raised in destructors, and in callbacks of C and of weak references. What destructors of
+    objects raise that the interrupt left incomplete is not shown.
+    """
+    show = sys.unraisablehook
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        number = received()
+        if number is None:
+            show(unraisable)
+        elif isinstance(unraisable.exc_value, KeyboardInterrupt):
+            threading.Timer(0.05, _thread.interrupt_main, [number]).start()  # when the callback is over
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = show

@@ -64,10 +64,12 @@ def main(output: Path) -> None:
     save_file(optimizers(), output / "golden" / "optimizers.safetensors")
     save_file(peft_adapters(output), output / "golden" / "peft.safetensors")
     save_file(variants(output / "models", output / "golden"), output / "golden" / "variants.safetensors")
-    from scripts.golden.golden_preferences import ARCHITECTURE, preferences  # needs TRL
+    from scripts.golden.golden_grpo import grpo  # needs TRL
+    from scripts.golden.golden_preferences import ARCHITECTURE, preferences
 
     initial = load_file(output / "golden" / f"{ARCHITECTURE}.safetensors")
     save_file(preferences(output / "models", initial), output / "golden" / "preferences.safetensors")
+    save_file(grpo(output / "models", initial), output / "golden" / "grpo.safetensors")
 
 
 if __name__ == "__main__":

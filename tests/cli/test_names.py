@@ -144,7 +144,7 @@ def test_choices_are_those_that_are_there() -> None:
         ("server", "use 'wgpu-lora serve'"),
         ("train", "No such command 'train': use 'wgpu-lora finetune'."),
         ("dpo", "No such command 'dpo': use 'wgpu-lora finetune --objective dpo'."),
-        ("grpo", "No such command 'grpo': use 'wgpu-lora finetune --objective dpo', which trains on preferences"),
+        ("grpo", "No such command 'grpo': use 'wgpu-lora finetune --objective grpo'"),
         ("fuse", "use 'wgpu-lora merge'"),
         ("finetun", "did you mean 'wgpu-lora finetune'?"),
         ("zork", "No such command 'zork': choose one of info, "),

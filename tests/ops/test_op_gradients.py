@@ -271,7 +271,7 @@ def test_all_derivatives_reach_the_hidden_states(
     support = given("support", ids, "u32")
     swept = sweep(rec, hidden, head, at, temperatures=(1.0, TEMPERATURE), supports=[support])
     by_rest = {t: [given(f"rest {t}", values)] for t, values in rests.items()}
-    seed(swept, SweepGradient(given("weights", weights), by_rest, {support: given("beta", beta)}))
+    seed(swept, SweepGradient({1.0: given("weights", weights)}, by_rest, {support: given("beta", beta)}))
     rec.backward()
     out = persistent((ROWS, COLS), "f32", "workspace", "out")
     program.dispatch(copy, rec.gradient(hidden), out, size=out.size)

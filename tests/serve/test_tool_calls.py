@@ -11,7 +11,7 @@ from openai import BadRequestError
 from support.serving import FakeEngine, demo_tokenizer, serving
 from support.tool_templates import TEMPLATES, TURNS
 
-from wgpu_lora.serve.tool_calls import HERMES, LLAMA, MISTRAL, ToolCallParser, ToolFormat
+from wgpu_lora.infer.tool_calls import HERMES, LLAMA, MISTRAL, ToolCallParser, ToolFormat
 
 ASK: list[Any] = [{"role": "user", "content": "How warm is it in Oslo?"}]
 WEATHER: Any = {

@@ -306,7 +306,11 @@ def test_a_file_that_is_wrong(tmp_path: Path, text: str, said: str) -> None:
     [
         ("rank", "8", "The adapter y: 'rank' must be a whole number"),
         ("rank", 0, "The adapter y: 'rank' must be greater than 0"),
-        ("objective", "ppo", "The adapter y: 'objective' must be one of sft, dpo, kto, orpo, cpo, kd, not ppo"),
+        (
+            "objective",
+            "ppo",
+            "The adapter y: 'objective' must be one of sft, dpo, kto, orpo, cpo, kd, grpo, rloo, not ppo",
+        ),
         ("weight", 0.5, "at least 2"),
     ],
 )

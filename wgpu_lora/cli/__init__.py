@@ -41,7 +41,7 @@ from wgpu_lora.cli.worker import worker
 from wgpu_lora.errors import DeviceWarning, TrackingWarning, UserError
 from wgpu_lora.gpu.device_errors import report_native_abort
 from wgpu_lora.names.spelling import COMMAND_LINE, naming
-from wgpu_lora.signals import on_end_signal
+from wgpu_lora.signals import discarded_interrupts_repeated, on_end_signal
 from wgpu_lora.text import escape_unprintable
 
 # Errors of the system that a user can fix. Any other OSError is a bug and shown with its traceback.
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("COMP_WORDS", "_TYPER_COMPLETE_ARGS"):  # set by shells for completion: bash uses the first
         if name in os.environ and "_WGPU_LORA_COMPLETE" in os.environ:
             os.environ[name] = dashed(os.environ[name])
-    number = signal.SIGINT
+    number: signal.Signals | None = None
 
     def end(which: int) -> None:
         nonlocal number
@@ -137,7 +137,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise KeyboardInterrupt
 
     try:
-        with on_end_signal(end), naming(COMMAND_LINE), _warnings(), report_native_abort(), long_work_shown():
+        with (
+            on_end_signal(end),
+            discarded_interrupts_repeated(lambda: number),
+            naming(COMMAND_LINE),
+            _warnings(),
+            report_native_abort(),
+            long_work_shown(),
+        ):
             code = _commands()(list(arguments), prog_name="wgpu-lora", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -157,6 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _settle()
         return _refuse(f"{error.strerror}: {error.filename or 'while writing'}.")
     except Exception as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11 wraps what is raised while a class is created
+            return _ended(number)
         usage = getattr(error, "format_message", None)  # of Typer's errors about the command line
         if usage is None:
             raise
@@ -181,7 +190,8 @@ def _warnings() -> Iterator[None]:
         yield
 
 
-def _ended(number: signal.Signals) -> int:
+def _ended(number: signal.Signals | None) -> int:
+    number = number or signal.SIGINT
     _say("interrupted" if number == signal.SIGINT else f"ended by {number.name}")
     return 128 + number
 

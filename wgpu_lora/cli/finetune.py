@@ -157,6 +157,11 @@ class TrainingProgress(StartupProgress):
             detail = f"measuring the held-out loss: {evaluating.rows:,} of {of}"
             self._training.advance(None, evaluating.step, detail=detail)
 
+    def answering(self, done: int, total: int, tokens: int) -> None:
+        if not self._quiet:
+            detail = f"sampling: {done:,} of {count_noun(total, 'completion')}, {tokens:,} tokens"
+            self._training.advance(None, self._run.state.step, detail=detail)
+
     def logged(self, line: Mapping[str, float], adapter: str | None) -> None:
         self._hardware = hardware(line) or self._hardware
 

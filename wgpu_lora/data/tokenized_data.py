@@ -60,6 +60,7 @@ class TokenizedData:
     path: name of the data. digest: SHA-256 of the file's bytes or of the rows, hexadecimal.
     parts: number of consecutive rows in a sample. prompt_format: how prompts are worded; None if they differ or there
         are none. values: one for each sample; empty if the data have none.
+    columns: of the row of each sample, for rewards; empty if the format keeps none.
     keys: u64 [samples], of the rows that they were made of; equal for equal rows.
     longest_fork: longest rows of a sample that share the rows of a batch for their common prompt; None for any.
     account: counts of rows by outcome. notes: for the user, about how the data were read.
@@ -77,6 +78,7 @@ class TokenizedData:
     parts: int = 1
     prompt_format: str | None = None
     values: tuple[float, ...] = ()
+    columns: tuple[dict[str, Any], ...] = ()
     keys: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
     longest_fork: int | None = 0
 
@@ -106,6 +108,8 @@ class TokenizedData:
         """One line with counts of rows and tokens."""
         noun = "row" if self.parts == 1 else "pair"
         result = self.account.summary(count_noun(len(self.samples), noun), self.max_length)
+        if self.columns:
+            return f"{result}; {self.total_tokens:,} tokens of prompts"
         return f"{result}; {self.trained_tokens:,} of {self.total_tokens:,} tokens are trained on"
 
 
@@ -162,6 +166,7 @@ def tokenize_source(
     account = RowCounts(source, keep_bad=skip_bad_rows)
     rows: list[Row] = []
     values: list[float] = []
+    columns: list[dict[str, Any]] = []
     keys = array("Q")
     forms: set[str | None] = set()
     tokens, most_bytes = 0, psutil.virtual_memory().total // 2
@@ -206,6 +211,7 @@ def tokenize_source(
             if skip_bad_rows or not account.bad:
                 rows += sample_rows
                 values += [sample.value] * (len(sample_rows) // parts)
+                columns += [sample.columns] * (len(sample_rows) // parts) if sample.columns is not None else []
                 keys.extend([key] * (len(sample_rows) // parts))
                 tokens += sum(len(row.input_ids) for row in sample_rows)
         if account.bad_count >= MAX_BAD and not skip_bad_rows:
@@ -233,6 +239,7 @@ def tokenize_source(
         parts=parts,
         prompt_format=next(iter(forms)) if len(forms) == 1 else None,
         values=tuple(values) if set(values) - {1.0} else (),
+        columns=tuple(columns),
         keys=np.array(keys, np.uint64),
     )
 
@@ -413,6 +420,7 @@ def _only(prepared: TokenizedData, mask: np.ndarray, **changes: Any) -> Tokenize
         prepared,
         rows=rows,
         values=tuple(prepared.values[sample] for sample in indices) if prepared.values else (),
+        columns=tuple(prepared.columns[sample] for sample in indices) if prepared.columns else (),
         keys=prepared.keys[mask],
         trained_tokens=sum(row.trained_tokens for row in rows),
         total_tokens=sum(len(row.input_ids) for row in rows),

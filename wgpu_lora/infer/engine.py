@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -74,6 +74,8 @@ class Engine:
         max_loras, max_lora_rank, dora, max_cpu_loras: see `AdapterSlots`.
         adapters: on the device, instead of adapters that are loaded by name.
         buckets: rows of the prefill programs, ascending.
+        temperature: of log-probabilities.
+        planned: only record the programs; whoever allocates `storages` then calls `place`.
 
     Raises:
         UserError: a size is not possible, or the device has no room.
@@ -95,6 +97,8 @@ class Engine:
         max_cpu_loras: int | None = None,
         adapters: AdapterSet | None = None,
         buckets: Sequence[int] = BUCKETS,
+        temperature: float = 1.0,
+        planned: bool = False,
         events: Events = SILENT,
     ):
         limit = model.config.max_position_embeddings
@@ -127,9 +131,12 @@ class Engine:
         self._owned: set[Storage] = set()
         most = max_num_seqs * cdiv(length, BLOCK)
         blocks = most if cache_tokens is None else cdiv(cache_tokens, BLOCK)
+        if planned:
+            self._record(EngineLimits(max_num_seqs, length, blocks, fitting, cache_dtype, temperature))
+            return
         while True:
             try:
-                self._open(EngineLimits(max_num_seqs, length, blocks, fitting, cache_dtype), events)
+                self._open(EngineLimits(max_num_seqs, length, blocks, fitting, cache_dtype, temperature), events)
                 return
             except (NoRoomError, BindingTooLarge):
                 self.close()
@@ -140,16 +147,39 @@ class Engine:
                 self.close()
                 raise
 
-    def _open(self, limits: EngineLimits, events: Events) -> None:
-        model = self.model
-        self.programs = programs = Programs(self.device, model.decoder, self.slots.adapters, limits)
+    def _record(self, limits: EngineLimits) -> None:
+        self.programs = programs = Programs(self.device, self.model.decoder, self.slots.adapters, limits)
         self.state, self._pool = programs.state, BlockPool(limits.blocks)
         self._places = list(range(limits.sequences - 1, -1, -1))
-        everything = [*programs.all(), *self.slots.programs]
-        storages = programs.storages().union(*(program.persistent_storages() for program in self.slots.programs))
-        storages |= self.slots.adapters.storages() if self.slots.adapters else set()
-        self._owned = {s for s in storages - model.decoder.storages() if s.buffer is None}
-        sizes = Arena.sizes_for([program.plan() for program in everything])
+
+    def all_programs(self) -> list[Program]:
+        return [*self.programs.all(), *self.slots.programs]
+
+    def storages(self) -> set[Storage]:
+        """All storage that is not in an arena, weights included."""
+        own = (program.persistent_storages() for program in self.slots.programs)
+        adapters = self.slots.adapters.storages() if self.slots.adapters else set[Storage]()
+        return self.programs.storages().union(adapters, *own)
+
+    def place(self, arena: Arena) -> None:
+        """Run in an arena that has room for each of `all_programs`. The base and `storages` are on the device."""
+        self.arena = arena
+        self.state.tables.upload(self.device)
+        self._run(self.programs.shared)
+        self.slots.open()
+        for program in self.slots.programs:
+            self._build(program)
+
+    def forget(self) -> None:
+        """Forget the beginnings of earlier prompts, since weights have changed. Nothing runs."""
+        assert not self.busy, "requests run"
+        self._pool = BlockPool(self.programs.limits.blocks)
+
+    def _open(self, limits: EngineLimits, events: Events) -> None:
+        model = self.model
+        self._record(limits)
+        self._owned = {s for s in self.storages() - model.decoder.storages() if s.buffer is None}
+        sizes = Arena.sizes_for([program.plan() for program in self.all_programs()])
         self.plan: dict[str, int] = {"base": sum(s.nbytes for s in model.decoder.storages()), "activations": sum(sizes)}
         for storage in self._owned:
             self.plan[storage.group] = self.plan.get(storage.group, 0) + storage.nbytes
@@ -158,12 +188,7 @@ class Engine:
         self._claim.enter_context(verdicts_of(self.device).reported_to(events))
         model.load_weights(events)
         allocate(self.device, self._owned)
-        self.arena = Arena(self.device, sizes)
-        self.state.tables.upload(self.device)
-        self._run(programs.shared)
-        self.slots.open()
-        for program in self.slots.programs:
-            self._build(program)
+        self.place(Arena(self.device, sizes))
 
     def compile(self) -> None:
         """Compile all programs, so that no step has to. An answer is computed, since some drivers compile only then."""
@@ -435,7 +460,7 @@ class Engine:
                 continue
             of_token = None
             if request.logprobs is not None:
-                of_token = TokenLogprobs(token, logprobs[i].logprob, logprobs[i].top[: request.logprobs])
+                of_token = replace(logprobs[i], top=logprobs[i].top[: request.logprobs])
             outputs.append(self._output(sequence, token, of_token))
         return outputs
 
@@ -479,14 +504,16 @@ class Engine:
             width = tensor.shape[1]
             return device.read(tensor.storage.buffer, 4 * rows * width).view(dtype).reshape(rows, width)
 
-        top, total, picked, _ = values(state.softmax, "f4").astype(np.float64).T
-        sizes = top + np.log(total)
+        top, total, picked, spread = values(state.softmax, "f4").astype(np.float64).T
+        rate = 1 / self.programs.limits.temperature
+        sizes, entropies = rate * top + np.log(total), np.log(total) - spread / total
         best, ids = values(state.top[head.last], "f4"), values(state.top_ids[head.last], "u4")
         result = []
         for i in range(rows):
             order = np.argsort(-best[i], kind="stable")
-            pairs = [(int(ids[i, j]), float(best[i, j] - sizes[i])) for j in order]
-            result.append(TokenLogprobs(int(targets[i]), float(picked[i] - sizes[i]), pairs))
+            pairs = [(int(ids[i, j]), float(rate * best[i, j] - sizes[i])) for j in order]
+            logprob = float(rate * picked[i] - sizes[i])
+            result.append(TokenLogprobs(int(targets[i]), logprob, pairs, float(entropies[i])))
         return result
 
     def _compute_with_logprobs(self, sequence: _Sequence) -> None:
@@ -506,8 +533,7 @@ class Engine:
             write(self.device, self.state.masked, np.zeros(rows.size))
             self._run(head.logits)
             sequence.prompt_logprobs += [
-                TokenLogprobs(one.token, one.logprob, one.top[: request.logprobs or 0])
-                for one in self._logprobs(head, prompt[rows + 1])
+                replace(one, top=one.top[: request.logprobs or 0]) for one in self._logprobs(head, prompt[rows + 1])
             ]
         last = StepRows(
             prompt[-1:], np.array([prompt.size - 1]), np.array([sequence.place]), np.array([sequence.slot]),

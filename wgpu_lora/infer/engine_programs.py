@@ -45,7 +45,7 @@ class EngineLimits:
     """The sizes that programs are recorded for.
 
     sequences: that run together. tokens: of a sequence. blocks: of the cache, BLOCK tokens each.
-    buckets: rows of the prefill steps, ascending.
+    buckets: rows of the prefill steps, ascending. temperature: of log-probabilities.
     """
 
     sequences: int
@@ -53,6 +53,7 @@ class EngineLimits:
     blocks: int
     buckets: tuple[int, ...] = BUCKETS
     cache_dtype: str = "f32"
+    temperature: float = 1.0
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -225,7 +226,8 @@ class Head:
             largest = (state.top[old], state.top_ids[old], state.top[new], state.top_ids[new])
             self.logprobs.dispatch(top_k, logits, state.count, *map(some, largest), k=kept, **shape)
             of_softmax = (some(state.targets), state.count, some(state.softmax), some(state.rescale))
-            self.logprobs.dispatch(softmax_chunk, logits, *of_softmax, **shape)
+            rate = 1 / state.limits.temperature
+            self.logprobs.dispatch(softmax_chunk, logits, *of_softmax, **shape, rate=rate, entropy=True)
         self.last = (len(state.logits) - 1) % 2  # which of the state's `top` has the result
         for program in (self.choose, self.sample):
             program.dispatch(sample_tokens, scores, some(state.params), some(state.ids), rows=rows, cols=state.vocab)

@@ -59,14 +59,15 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Of a token, by the model's distribution before temperature, penalties and grammar.
+    """Of a token, by the model's distribution before penalties and grammar, at the engine's temperature.
 
-    top: (token, log-probability) of the most likely ones, in this order.
+    top: (token, log-probability) of the most likely ones, in this order. entropy: of the distribution.
     """
 
     token: int
     logprob: float
     top: list[tuple[int, float]]
+    entropy: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
 from wgpu_lora.models.batch_inputs import Segment, StepInputs, Tables
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.parameters import ParameterSet
-from wgpu_lora.ops.loss import token_logprobs
+from wgpu_lora.ops.loss import sweep, target_logprobs
 from wgpu_lora.ops.recorder import Recorder
 
 
@@ -64,7 +64,10 @@ class ForwardPasses(Generic[P]):
 
 
 class Forward:
-    """A forward pass of up to `tokens` tokens, recorded on construction."""
+    """A forward pass of up to `tokens` tokens, recorded on construction.
+
+    logprobs: f32 [tokens] by temperature.
+    """
 
     def __init__(
         self,
@@ -74,16 +77,22 @@ class Forward:
         tables: Tables,
         compute_dtype: str,
         name: str,
+        temperatures: Sequence[float] = (1.0,),
     ):
         slots = adapters.slots if adapters else 1
         self.inputs = StepInputs.declare(model.config.row_inputs(), tokens, slots, tables)
-        self.logprobs = persistent((tokens,), "f32", "workspace", f"{name} log-probabilities [{tokens}]")
+        what = f"{name} log-probabilities [{tokens}]"
+        self.logprobs = {t: persistent((tokens,), "f32", "workspace", what) for t in temperatures}
         self.program = Program(model.device, f"{name} {tokens}")
         rec = Recorder(self.program, compute_dtype=compute_dtype)
         if adapters:
             adapters.record_use(rec)
         hidden = model.decoder.hidden(rec, self.inputs, adapters.bind(self.inputs) if adapters else {})
-        token_logprobs(rec, hidden, model.decoder.head, self.inputs.targets, self.logprobs)
+        first, *others = temperatures
+        targets = self.inputs.targets
+        swept = sweep(rec, hidden, model.decoder.head, targets, self.logprobs[first], temperatures=temperatures)
+        for t in others:
+            rec.dispatch(target_logprobs, swept.states[t], targets.count, self.logprobs[t], rows=tokens, rate=1 / t)
 
     def storages(self) -> set[Storage]:
         return self.inputs.storages() | self.program.persistent_storages()
@@ -95,6 +104,7 @@ class Scorer(ForwardPasses[Forward]):
     Args:
         adapters: those of the segments' slots; None if no segment has one.
         buckets: batch sizes in tokens, ascending. The longest segment must fit the last.
+        temperatures: of the softmaxes whose log-probabilities are computed.
     """
 
     def __init__(
@@ -105,21 +115,29 @@ class Scorer(ForwardPasses[Forward]):
         tables: Tables,
         compute_dtype: str,
         name: str,
+        temperatures: Sequence[float] = (1.0,),
     ):
         self.device = model.device
-        sizes = sorted({*buckets})
-        super().__init__({n: Forward(model, adapters, n, tables, compute_dtype, name) for n in sizes})
+        rest = tables, compute_dtype, name, temperatures
+        super().__init__({n: Forward(model, adapters, n, *rest) for n in sorted({*buckets})})
 
-    def logprobs(self, samples: Sequence[Sequence[Segment]]) -> list[list[np.ndarray]]:
-        """The log-probabilities of the targets of each segment, f32. A sample's segments stay in one batch."""
+    def logprobs(
+        self, samples: Sequence[Sequence[Segment]], temperatures: Sequence[float] | None = None
+    ) -> list[list[np.ndarray]]:
+        """The log-probabilities of the targets of each segment, f32. A sample's segments stay in one batch.
+
+        temperatures: of each sample, 1 by default.
+        """
+        chosen = [1.0] * len(samples) if temperatures is None else temperatures
         result: dict[int, list[np.ndarray]] = {}
         lengths = [sum(segment.tokens for segment in segments) for segments in samples]
         for together, one in self.batches(lengths):
             segments = [replace(segment, draws=None) for i in together for segment in samples[i]]
             places = iter(one.inputs.upload(self.device, segments))
             one.program.run()
-            values = self.device.read(one.logprobs.storage.buffer).view(np.float32)
+            used = {t: one.logprobs[t].storage.buffer for t in {chosen[i] for i in together}}
+            values = {t: self.device.read(buffer).view(np.float32) for t, buffer in used.items()}
             for i in together:
                 spans = [next(places) for _ in samples[i]]
-                result[i] = [values[start:stop].copy() for start, stop in spans]
+                result[i] = [values[chosen[i]][start:stop].copy() for start, stop in spans]
         return [result[i] for i in range(len(samples))]

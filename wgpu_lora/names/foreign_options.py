@@ -19,7 +19,7 @@ ALIASES: dict[tuple[str, ...], str] = {
     ("weight_decay",): "wd",
     ("adam_beta1",): "beta1 adam_beta_1",
     ("adam_beta2",): "beta2 adam_beta_2",
-    ("adam_epsilon",): "adam_eps eps epsilon",
+    ("adam_epsilon",): "adam_eps eps",
     ("beta",): "dpo_beta pref_beta rl_beta",
     ("loss_type",): "dpo_loss_type pref_loss dpo_loss",
     ("reference_adapter",): "ref_adapter ref_model_adapters",
@@ -223,7 +223,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "is not supported",
         "neftune_noise_alpha noisy_embedding_alpha label_smoothing_factor lr_scheduler_kwargs num_cycles rope_scaling "
-        "reward_model num_generations f_divergence_type discopop_tau sync_ref_model callbacks compute_metrics",
+        "reward_model f_divergence_type discopop_tau sync_ref_model callbacks compute_metrics",
     ),
     (
         "is {resume}: it continues from the last checkpoint in the {output} directory",
@@ -251,7 +251,7 @@ COMMANDS: dict[str, str] = {
     "train sft lora qlora fit fine-tune training peft": "finetune",
     "resume continue": "finetune --resume",
     "simpo": "finetune --objective cpo --loss-type simpo",
-    "grpo ppo rlhf": "finetune --objective dpo, which trains on preferences: there is no reinforcement learning",
+    "ppo rlhf": "finetune --objective grpo, which trains on completions that it samples, by rewards",
     "pretrain cpt pt": "finetune --data FILE, with rows of plain text",
     "repl talk ask-me ui webui webchat interactive": "chat",
     "infer inference run predict ask complete query": "generate",

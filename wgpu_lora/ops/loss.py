@@ -62,19 +62,25 @@ def softmax_chunk(
     rate: F32 = 1.0,
     hidden: Flag = False,
     cap: F32 = 0.0,
+    entropy: Flag = False,
 ) -> Any:
     """logits, or `apart` if it is there -> exp(rate (logits - m')), with 0 for hidden ones (LOWEST) if there are any;
-    state = (m', sum', target's logit, 0); rescale = exp(rate (m - m')). Rows < count[0]. With a cap, the results, after
-    they have been added to sum', are multiplied by 1 - (logits / cap)^2, the derivatives of logits that are capped."""
+    state = (m', sum', target's logit, 0); rescale = exp(rate (m - m')). Rows < count[0]. With entropy, the last is the
+    sum of p rate (logit - m'), with p the exponentials. With a cap, the results, after they have been added to sum',
+    are multiplied by 1 - (logits / cap)^2, the derivatives of logits that are capped."""
     result, state, rescale = logits.copy(), state.reshape(rows, 4).copy(), rescale.copy()
     for r in range(int(count.reshape(-1)[0])):
-        old, total, picked = (LOWEST, 0.0, 0.0) if first == 0 else state[r, :3]
+        old, total, picked, spread = (LOWEST, 0.0, 0.0, 0.0) if first == 0 else state[r]
         top = max(old, logits[r].max())
         column = int(targets[r]) - first
         picked = logits[r, column] if 0 <= column < cols else picked
         result[r] = np.exp(rate * (logits[r] - top)) * (1 if not hidden else logits[r] > LOWEST / 2)
         rescale[r] = np.exp(rate * (old - top))
-        state[r] = (top, total * rescale[r] + result[r].sum(), picked, 0)
+        last = 0.0
+        if entropy:
+            here = (np.where(result[r] > 0, result[r] * rate * (logits[r] - top), 0)).sum()
+            last = here + ((spread + total * rate * (old - top)) * rescale[r] if total > 0 else 0.0)
+        state[r] = (top, total * rescale[r] + result[r].sum(), picked, last)
         if cap:
             result[r] = np.where(result[r] == 0, 0, result[r] * (1 - (logits[r] / cap) ** 2))
     if apart is None:
@@ -85,23 +91,32 @@ def softmax_chunk(
 
 
 @kernel("target_logprobs.wgsl", grid=lambda c: linear_grid(c.rows), lib=("linear",))
-def target_logprobs(state: In, count: Fixed, logprobs: Out, *, rows: U32) -> Any:
-    """logprobs = target's logit - (m + log(sum)), from the state of `softmax_chunk`; 0 for rows >= count[0]."""
+def target_logprobs(state: In, count: Fixed, logprobs: Out, *, rows: U32, rate: F32 = 1.0) -> Any:
+    """logprobs = rate target's logit - (rate m + log(sum)), by the state of `softmax_chunk`; 0 for rows >= count."""
     top, total, picked, _ = state.reshape(rows, 4).T
     used = np.arange(rows) < int(count.reshape(-1)[0])
-    return np.where(used, picked - (top + np.log(np.where(used, total, 1))), 0)
+    return np.where(used, rate * (picked - top) - np.log(np.where(used, total, 1)), 0)
 
 
 @kernel("logprob_gradient.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
 def logprob_gradient(
-    state: In, weights: In, count: Fixed, head_rows: In, dh: InOut, *, rows: U32, cols: U32, cap: F32 = 0.0
+    state: In,
+    weights: In,
+    count: Fixed,
+    head_rows: In,
+    dh: InOut,
+    *,
+    rows: U32,
+    cols: U32,
+    rate: F32 = 1.0,
+    cap: F32 = 0.0,
 ) -> Any:
-    """dh = weights (dh / sum - slope head_rows); rows of weight 0 and rows >= count[0] give zeros. slope = 1 or, with a
-    cap, 1 - (target's logit / cap)^2."""
+    """dh = rate weights (dh / sum - slope head_rows); rows of weight 0 and rows >= count[0] give zeros. slope = 1 or,
+    with a cap, 1 - (target's logit / cap)^2."""
     _, total, picked, _ = state.reshape(rows, 4).T
     used = (weights.reshape(-1) != 0) & (np.arange(rows) < int(count.reshape(-1)[0]))
     slope = np.where(used, 1 - (picked / cap) ** 2, 0) if cap else np.ones(rows)
-    gradient = weights.reshape(-1, 1) * (dh / np.where(used, total, 1)[:, None] - slope[:, None] * head_rows)
+    gradient = rate * weights.reshape(-1, 1) * (dh / np.where(used, total, 1)[:, None] - slope[:, None] * head_rows)
     return np.where(used[:, None], gradient, 0)
 
 
@@ -116,8 +131,10 @@ def rest_gradient(
 
 
 @kernel("sum_by_slot.wgsl.j2", grid=row_grid(lambda c: c.slots), variants=by_subgroup)
-def sum_by_slot(x: In, ranges: Fixed, total: InOut, *, slots: U32) -> Any:
-    """total[s] += sum of x over the rows of slot s."""
+def sum_by_slot(x: In, ranges: Fixed, total: InOut, *, slots: U32, largest: Flag = False) -> Any:
+    """total[s] += sum of x over the rows of slot s; with `largest`, the largest of these, total and 0 instead."""
+    if largest:
+        return np.maximum(total, [x[a:b].max(initial=0) for a, b in ranges.reshape(-1, 2).astype(int)])
     return total + np.array([x[a:b].sum() for a, b in ranges.reshape(-1, 2).astype(int)])
 
 
@@ -138,7 +155,9 @@ class Sweep:
     """The results of a sweep over the vocabulary for R targets.
 
     states: f32 [R, 4] by temperature, of the softmax of logits that are not hidden: (largest logit, sum of
-    exp((logit - largest) / temperature), target's logit, 0). logprobs: f32 [R], of targets of rows without a support.
+    exp((logit - largest) / temperature), target's logit, 0). With `entropy`, the last is the sum of these exponentials
+    times their exponents, so that the softmax has the entropy log(second) - last / second.
+    logprobs: f32 [R], of targets of rows without a support, at the first temperature.
     picked: f32 [R, S] logits by their ids. gradient: set before the backward pass.
     """
 
@@ -152,12 +171,12 @@ class Sweep:
 class SweepGradient:
     """Derivatives of a loss.
 
-    weights: f32 [R], by each target's -log p; None for none. rests: f32 [R] by temperature, the sum of those by all
-    logits that are not hidden, which have the proportions of their softmax. picked: f32 [R, S] by ids, those by the
-    logits of the support.
+    weights: f32 [R] by temperature, by each target's -log p at that temperature. rests: f32 [R] by temperature, the sum
+    of those by all logits that are not hidden, which have the proportions of their softmax. picked: f32 [R, S] by ids,
+    those by the logits of the support.
     """
 
-    weights: Tensor | None = None
+    weights: Mapping[float, Tensor] = field(default_factory=dict)
     rests: Mapping[float, Sequence[Tensor]] = field(default_factory=dict)
     picked: Mapping[Tensor, Tensor] = field(default_factory=dict)
 
@@ -171,6 +190,7 @@ def sweep(
     *,
     temperatures: Sequence[float] = (1.0,),
     supports: Sequence[Tensor] = (),
+    entropy: bool = False,
 ) -> Sweep:
     """Softmaxes of the logits of R targets, given hidden states [T, hidden_size].
 
@@ -180,6 +200,7 @@ def sweep(
         into: f32 [R], for the log-probabilities; by default a new tensor.
         temperatures: of the softmaxes; log-probabilities are those at the first.
         supports: u32 [R, S] each, ids of tokens to pick the logits of and to hide, or NO_ID; in each row once.
+        entropy: whether the states have what entropies need.
     """
     rows, cols = targets.rows.size, head.in_features
     inputs = rec.temp((rows, cols), name="picked")
@@ -202,7 +223,14 @@ def sweep(
         for t in temperatures:
             last = t == temperatures[-1]
             apart = None if last else rec.temp((rows, width), name="exponentials")
-            softmax = {"rows": rows, "cols": width, "first": first, "rate": 1 / t, "hidden": bool(supports)}
+            softmax = {
+                "rows": rows,
+                "cols": width,
+                "first": first,
+                "rate": 1 / t,
+                "hidden": bool(supports),
+                "entropy": entropy,
+            }
             softmax["cap"] = head.cap if gradient else 0.0
             rec.dispatch(softmax_chunk, logits, targets.ids, count, states[t], rescales[t], apart, **softmax)
             if gradient:
@@ -212,12 +240,13 @@ def sweep(
                 shape = {"m": rows, "n": cols, "k": width, "a_type": kind, **part.constants}
                 part.dispatch(rec.dispatch, part.gradient, tensors, **shape)
     logprobs = into or rec.temp((rows,), name="logprobs")
-    rec.dispatch(target_logprobs, states[temperatures[0]], targets.count, logprobs, rows=rows)
+    first_rate = 1 / temperatures[0]
+    rec.dispatch(target_logprobs, states[temperatures[0]], targets.count, logprobs, rows=rows, rate=first_rate)
     swept = Sweep(logprobs, states, picked)
 
     def backward() -> None:
         assert swept.gradient is not None
-        total = _gradient(rec, swept, swept.gradient, head, targets, sums, temperatures[0])
+        total = _gradient(rec, swept, swept.gradient, head, targets, sums)
         dhidden = rec.new_gradient(hidden)
         rec.dispatch(fill, dhidden, size=dhidden.size)
         rec.dispatch(scatter_rows, total, targets.rows, dhidden, rows=rows, cols=cols)
@@ -233,7 +262,6 @@ def _gradient(
     head: EmbeddingTable,
     targets: Targets,
     sums: Mapping[float, Tensor],
-    first: float,
 ) -> Tensor:
     """The gradient by each target's hidden state, f32 [R, hidden_size]."""
     shape = {"rows": targets.rows.size, "cols": head.in_features}
@@ -245,16 +273,16 @@ def _gradient(
             rest_gradient, swept.states[t], weights, targets.count, sums[t], into, **shape, accumulate=accumulate
         )
         total = into
-    if given.weights is not None:
-        head_rows, state = embed(rec, targets.ids, head, name="target rows"), swept.states[first]
+    for t, weights in given.weights.items():
+        head_rows, state = embed(rec, targets.ids, head, name="target rows"), swept.states[t]
         rec.dispatch(
-            logprob_gradient, state, given.weights, targets.count, head_rows, sums[first], **shape, cap=head.cap
+            logprob_gradient, state, weights, targets.count, head_rows, sums[t], **shape, rate=1 / t, cap=head.cap
         )
         if total is None:
-            total = sums[first]
+            total = sums[t]
         else:
             both = rec.temp((shape["rows"], shape["cols"]), name="dpicked")
-            rec.dispatch(add_forward, total, sums[first], both, size=both.size)
+            rec.dispatch(add_forward, total, sums[t], both, size=both.size)
             total = both
     assert total is not None, "the sweep has no gradient"
     for ids, weights in given.picked.items():

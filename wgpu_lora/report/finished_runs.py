@@ -19,12 +19,13 @@ from wgpu_lora.train.adapter_tasks import tasks_of_request
 from wgpu_lora.train.run.pipeline_state import MEMBER, home_of, read_pipeline_state
 from wgpu_lora.train.run.records import PIPELINE, RUN, RunRecord
 from wgpu_lora.train.run.run_state import STATE
-from wgpu_lora.train.run.training_log import LOG, read_log
+from wgpu_lora.train.run.training_log import COMPLETIONS, LOG, completion_entry, read_log
 
 PROFILE = "profile.json"
 ADVICE = f"'wgpu-lora profile --run RUN --json > RUN/{PROFILE}'"
 AXES = ("step", "tokens", "seconds")  # keys of a log line
 MOST = 1e18  # bytes, or seconds
+LONGEST = 600  # characters of a prompt or a completion
 SPEEDS = {"trained": "tokens_per_second", "processed": "processed_tokens_per_second"}
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 Point = tuple[float, float]
@@ -38,6 +39,7 @@ class Run:
         log: the lines of its log, each with `step`, `tokens`, `seconds` and `progress` (per cent of the steps).
         kernels: seconds of a step by kernel; None if they were not measured, or on another model than the run's.
         profiled: what `kernels` were measured on, or why they are not drawn; empty if there is no profile.
+        completions: the prompt, a completion, its rewards and its advantage, of the last ones that were logged.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Run:
     log: list[dict[str, float]]
     kernels: dict[str, float] | None
     profiled: str
+    completions: Sequence[Sequence[str]] = ()
 
     def points(self, key: str, axis: str) -> list[Point]:
         """The logged values of `key`, by another key of the log's lines."""
@@ -81,7 +84,8 @@ def _read(name: str, directory: Path) -> Run:
     try:
         for value in (record.state.seconds, record.memory.peak, *record.memory.groups.values()):
             _amount(value)
-        return Run(name, record, _log(directory / LOG), *_profile(name, directory / PROFILE, record))
+        profile = _profile(name, directory / PROFILE, record)
+        return Run(name, record, _log(directory / LOG), *profile, _completions(directory / COMPLETIONS))
     except DAMAGE as error:
         raise UserError(f"The run in {directory} cannot be read ({type(error).__name__}: {error}).") from error
 
@@ -92,6 +96,34 @@ def _log(path: Path) -> list[dict[str, float]]:
     points = [line for line in lines if min(line.get(axis, -1) for axis in AXES) >= 0]
     last = max((line["step"] for line in points), default=0) or 1
     return sorted(({**line, "progress": 100 * line["step"] / last} for line in points), key=lambda line: line["step"])
+
+
+def _completions(path: Path) -> list[list[str]]:
+    """Those of the last step that has some, as texts."""
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    entries = [entry for line in lines if (entry := completion_entry(line))]
+    last = [one for one in entries if one["step"] == entries[-1]["step"]]
+    return [
+        [
+            _shown(one.get("prompt")),
+            _shown(one.get("completion")),
+            _numbers(one.get("rewards")),
+            _numbers(one.get("advantage")),
+        ]
+        for one in last
+    ]
+
+
+def _shown(value: Any) -> str:
+    """A text, or the last of some messages, shortened."""
+    text = str(value[-1].get("content") if isinstance(value, list) and value and isinstance(value[-1], dict) else value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def _numbers(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_numbers(one)}" for name, one in value.items())
+    return f"{value:.3g}" if isinstance(value, int | float) else "none"
 
 
 def _profile(name: str, path: Path, run: RunRecord) -> tuple[dict[str, float] | None, str]:

@@ -25,6 +25,13 @@ PLOTS: dict[str, tuple[str, str, tuple[tuple[str, str, str], ...]]] = {
         "Solid: training. Dashed, with dots: held out.",
         (("loss", "mean", ""), ("eval_loss", "dots", ", held out")),
     ),
+    "Reward": (
+        "reward",
+        "Solid: of sampled completions. Dashed, with dots: held out.",
+        (("reward", "mean", ""), ("eval_reward", "dots", ", held out")),
+    ),
+    "Entropy": ("nats per token", "", (("entropy", "mean", ""),)),
+    "Length of completions": ("tokens", "", (("completions/mean_length", "mean", ""),)),
     "Learning rate": ("learning rate", "", (("learning_rate", "line", ""),)),
     "Gradient norm": ("norm before clipping", "", (("grad_norm", "mean", ""),)),
     "Speed": (

@@ -20,11 +20,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from wgpu_lora.infer.request import Request, TokenLogprobs
+from wgpu_lora.infer.tool_calls import MARKERS, ToolCallParser, tool_format
 from wgpu_lora.models.adapter_modules import read_adapter_for
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.serve.engine_thread import AdapterFiles, EngineThread, Piece, RunningAnswer, StreamedText
 from wgpu_lora.serve.errors import RequestError, as_request_error, unknown_model
-from wgpu_lora.serve.grammars import Vocabulary, grammar_source
+from wgpu_lora.serve.grammars import Vocabulary, call_grammar, grammar_source
 from wgpu_lora.serve.prompts import Limits, check_room, conversation_ids, samplers, text_ids
 from wgpu_lora.serve.schema import (
     ChatRequest,
@@ -37,7 +38,6 @@ from wgpu_lora.serve.schema import (
     ToolName,
     UnloadAdapter,
 )
-from wgpu_lora.serve.tool_calls import MARKERS, ToolCallParser, call_grammar, tool_format
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
 LEAST = -9999.0  # a log-probability of minus infinity, which JSON does not have

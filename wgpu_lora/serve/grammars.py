@@ -16,7 +16,8 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.serve.schema import GenerationRequest, StructuredOutputs
+from wgpu_lora.infer.tool_calls import CALL, CALLS, END_CALL, HERMES, MISTRAL, ToolFormat
+from wgpu_lora.serve.schema import GenerationRequest, StructuredOutputs, Tool
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
 MAX_TEXT = 1 << 17
@@ -129,3 +130,28 @@ def _check_length(text: str) -> str:
     if len(text) > MAX_TEXT:
         raise UserError(f"A schema, regex or grammar has {len(text):,} characters, but at most {MAX_TEXT:,} are read.")
     return text
+
+
+def call_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Tokenizer) -> str:
+    """A grammar, in Lark's notation, of one call of these tools, or of several."""
+    lines = []
+    for number, tool in enumerate(tools):
+        head = f'{{"name": {json.dumps(tool.function.name)}, "{form.arguments}": '
+        schema = tool.function.parameters or {"type": "object", "properties": {}}
+        schema_grammar(schema)  # for its limits
+        lines += [f'call_{number}: {json.dumps(head)} arguments_{number} "}}"']
+        lines += [f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': JSON})}"]
+    any_call = " | ".join(f"call_{number}" for number in range(len(tools)))
+
+    def marker(text: str) -> str:
+        token = tokenizer.token_id(text)
+        return f"<[{token}]>" if token in tokenizer.special_ids else json.dumps(text)
+
+    if form is HERMES:
+        lines += [f'one: {marker(CALL)} "\\n" any "\\n" {marker(END_CALL)}']
+        start = 'one ("\\n" one)*' if several else "one"
+    elif form is MISTRAL:
+        start = f'{marker(CALLS)} "[" any {"(" + json.dumps(", ") + " any)*" if several else ""} "]"'
+    else:
+        start = "any"
+    return "\n".join([f"start: {start}", f"any: {any_call}", *lines])

@@ -55,7 +55,16 @@ class Text:
     text: str
 
 
-Example = Tokens | Conversation | Completion | Alpaca | Text
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is asked, without an answer: a text that it continues, or messages for the chat template."""
+
+    prompt: str | list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+Example = Tokens | Conversation | Completion | Alpaca | Text | Prompt
 
 
 def example_json(example: Example) -> str:
@@ -73,7 +82,7 @@ def example_of(text: str) -> Example:
         kind, fields = json.loads(text)
     except (RecursionError, ValueError):
         raise UserError(TOO_DEEP) from None
-    return {one.__name__: one for one in (Conversation, Completion, Alpaca, Text)}[kind](**fields)
+    return {one.__name__: one for one in (Conversation, Completion, Alpaca, Text, Prompt)}[kind](**fields)
 
 
 PROMPT_FORMATS = CHAT, ALPACA, TEXT = "chat", "alpaca", "text"  # how a model is asked in training
@@ -89,6 +98,8 @@ def prompt_format(example: Example, templated: bool) -> str | None:
             return CHAT
         case Completion():
             return TEXT
+        case Prompt():
+            return TEXT if isinstance(example.prompt, str) else CHAT
         case Alpaca():
             return CHAT if templated else ALPACA
         case _:
@@ -97,10 +108,14 @@ def prompt_format(example: Example, templated: bool) -> str | None:
 
 @dataclass(frozen=True)
 class Sample:
-    """The unit that an objective trains on: examples that belong together, and a value whose meaning it defines."""
+    """The unit that an objective trains on: examples that belong together, and a value whose meaning it defines.
+
+    columns: of the row, for objectives whose rewards read them.
+    """
 
     examples: tuple[Example, ...]
     value: float = 1.0
+    columns: dict[str, Any] | None = None
 
 
 def without_empty_answers(example: Example, completion_only_loss: bool) -> tuple[Example | None, int]:

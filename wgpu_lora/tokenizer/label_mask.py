@@ -12,7 +12,7 @@ from typing import Any
 from wgpu_lora.errors import UserError
 from wgpu_lora.tokenizer.chat_template import DATE, UnusableError, check_variables, now
 from wgpu_lora.tokenizer.conversation_rows import ConversationRows, Pair, TokenizedExample, behind, split_prompt
-from wgpu_lora.tokenizer.examples import TOO_DEEP, Alpaca, Completion, Conversation, Example, Text, Tokens
+from wgpu_lora.tokenizer.examples import TOO_DEEP, Alpaca, Completion, Conversation, Example, Prompt, Text, Tokens
 from wgpu_lora.tokenizer.reasoning import mark_of
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.tokenizer.tokenizer_process import unpack, value_of
@@ -103,7 +103,11 @@ def _rows(
         raise UserError(
             "the row is text, but the model has no tokenizer.json; add one, or tokenise the data to 'input_ids'."
         )
-    kwargs = {**template_kwargs, **(example.template_kwargs if isinstance(example, Conversation) else {})}
+    own = example.template_kwargs if isinstance(example, Conversation | Prompt) else {}
+    kwargs = {**template_kwargs, **own}
+    if isinstance(example, Prompt):
+        ids = prompt_ids(example, tokenizer, kwargs)
+        return TokenizedExample([(ids, list(ids))])
     if kwargs.get("enable_thinking") is False and (mark := mark_of(example)):
         raise UserError(
             f"{mark} is left in trained text, but 'enable_thinking' is off; leave it on, or drop reasoning with "
@@ -124,6 +128,22 @@ def _rows(
         return TokenizedExample([(ids, behind(ids, count if completion_only_loss else 0))], remarks=remarks)
     check_variables(template_kwargs)
     return ConversationRows(example, tokenizer, kwargs).rows(completion_only_loss)
+
+
+def prompt_ids(example: Prompt, tokenizer: Tokenizer, kwargs: dict[str, Any]) -> list[int]:
+    """Token ids of a prompt, with the header of the answer behind messages. Raises UserError.
+
+    Args:
+        kwargs: of the template; its `tools` are those of rows that have none.
+    """
+    tools = kwargs.get("tools")
+    if isinstance(example.prompt, str):
+        if tools:
+            raise UserError("the prompt is text, but tools are called in conversations; give a list of messages.")
+        return tokenizer.opened(tokenizer.encode(example.prompt))
+    variables = {name: value for name, value in kwargs.items() if name != "tools"}
+    check_variables(variables)
+    return tokenizer.encode(tokenizer.render(example.prompt, example.tools or tools, True, variables=variables))
 
 
 def alpaca_prompt(example: Alpaca) -> str:

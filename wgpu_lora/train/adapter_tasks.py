@@ -15,7 +15,7 @@ from wgpu_lora.json_files import read_toml
 from wgpu_lora.names.aliases import real_names
 from wgpu_lora.names.spelling import IN_FILE, flag, naming, with_renamed_options
 from wgpu_lora.paths import check_links, is_path
-from wgpu_lora.train.options.option_fields import DISTILLATION, PREFERENCES
+from wgpu_lora.train.options.option_fields import DISTILLATION, PREFERENCES, REWARDS
 from wgpu_lora.train.options.training_arguments import PATHS, TrainingArguments, from_values
 from wgpu_lora.train.run.resume import resolve_recorded_path
 
@@ -25,7 +25,9 @@ OPTIONS = {
     "alpha": "lora_alpha",
     "dropout": "lora_dropout",
     "epochs": "num_train_epochs",
-    **{f.name: f.name for f in fields(TrainingArguments) if f.metadata["panel"] in (PREFERENCES, DISTILLATION)},
+    **{
+        f.name: f.name for f in fields(TrainingArguments) if f.metadata["panel"] in (PREFERENCES, DISTILLATION, REWARDS)
+    },
     **{
         name: name
         for name in (

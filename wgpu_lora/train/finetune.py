@@ -14,7 +14,7 @@ from filelock import Timeout
 from safetensors import SafetensorError
 
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
-from wgpu_lora.data import Source
+from wgpu_lora.data import Source, TokenizedData
 from wgpu_lora.data.memory_rows import SealedRows
 from wgpu_lora.errors import StorageError, UserError, reason
 from wgpu_lora.events import SILENT, Events
@@ -33,6 +33,8 @@ from wgpu_lora.models.quant_constants import QuantConstants
 from wgpu_lora.models.synthetic_models import synthetic_model
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.ops.activation_storage import Saving
+from wgpu_lora.rewards.reward_functions import RewardFunctions
+from wgpu_lora.rewards.tools import Tools
 from wgpu_lora.track.trackers import check_libraries
 from wgpu_lora.train.data_parallel.leader import DataParallelLeader, check_shared
 from wgpu_lora.train.init_methods import offsets
@@ -40,6 +42,7 @@ from wgpu_lora.train.loop.trainer import Trainer
 from wgpu_lora.train.memory import Replan, check_adapters, check_memory, options_that_fit
 from wgpu_lora.train.objective_eval import open_unrounded_model, unrounded_loss
 from wgpu_lora.train.objectives import objective_of
+from wgpu_lora.train.objectives.grpo import GRPO
 from wgpu_lora.train.objectives.objective import Objective
 from wgpu_lora.train.optimizers import optimizer_of
 from wgpu_lora.train.options.training_arguments import LENGTH, LENGTH_OPTIONS, OUTPUT, TrainingArguments
@@ -62,7 +65,10 @@ from wgpu_lora.train.run.teacher_setup import check_caches, live_teacher, with_c
 from wgpu_lora.train.run.trained_options import fit_length, shortened
 from wgpu_lora.train.run.trained_weights import TrainableAdapter, TrainableQuantScales
 from wgpu_lora.train.session.data_stream import DataStream, group_lengths, quarters
-from wgpu_lora.train.session.session import Session
+from wgpu_lora.train.session.rollout_stream import RolloutStream, completion_batches, stream_of
+from wgpu_lora.train.session.rollouts import Rollouts
+from wgpu_lora.train.session.session import Sampling, Session
+from wgpu_lora.train.session.tool_turns import ToolTurns
 from wgpu_lora.train.training_data import default_batches, read_rows, sources_of
 from wgpu_lora.weights.base_formats import AUTO
 
@@ -124,6 +130,8 @@ class Job(Generic[Record]):
             stack.enter_context(track_runs(self.runs, info, self.record_directory(), events))
             try:
                 for run in self.runs:
+                    if run.rollouts:
+                        run.rollouts.rewards.load()
                     run.prepare_directory()
                 device = self.session.device
                 self.begin(events)
@@ -132,6 +140,9 @@ class Job(Generic[Record]):
                 return self._train(events)
             finally:
                 self.session.close()
+                for run in self.runs:
+                    if run.rollouts:
+                        run.rollouts.close()
 
     def _beside(self, free: int) -> str:
         """Options that would make the run fit into the free memory."""
@@ -334,8 +345,12 @@ def prepare_run(
     teacher = live_teacher(args, model)
     rate = recorded_rate(args, storage)  # of a run that began under another default
     args = replace(args, learning_rate=args.rate_for(model.config.hidden_size) if rate is None else rate)
-    args, note = default_batches(args, group_lengths(prepared), weight, objective.rows_per_sample)
-    stream = DataStream(prepared, args)
+    if isinstance(objective, GRPO):
+        args, note = completion_batches(args, objective.num_generations, len(prepared.samples)), ""
+    else:
+        args, note = default_batches(args, group_lengths(prepared), weight, objective.rows_per_sample)
+    stream = stream_of(prepared, args)
+    rollouts = rollouts_of(stream, model, heldout, storage)
     chosen = {"length": length, "batches": note, "adapter": begins, "note": _reference_note(args, objective)}
     chosen["rounding"] = _rounding_note(args, model.device.capabilities)
     notes = [f"{label}: {text}" for label, text in chosen.items() if text] + _resume_notes(
@@ -348,8 +363,43 @@ def prepare_run(
     digests = model.checkpoint.digest(), model.config.digest()
     taught = teacher, teacher.digest() if teacher else cached
     return AdapterRun(
-        slot, args, subject, stream, heldout, *digests, name, tuple(notes), reference, *taught, storage=storage
-    )
+        slot, args, subject, stream, heldout, *digests, name, tuple(notes), reference, *taught, storage=storage,
+        rollouts=rollouts,
+    )  # fmt: skip
+
+
+def rollouts_of(
+    stream: DataStream, model: LoadedModel, heldout: TokenizedData | None, storage: CheckpointStore = PLAIN_FILES
+) -> Rollouts | None:
+    """What samples completions, if the objective does. Raises UserError if options or prompts do not suit it."""
+    if not isinstance(stream, RolloutStream):
+        return None
+    policy, positions = stream.policy, model.config.max_position_embeddings
+    if stream.args.train == "quant-scales":
+        raise UserError(
+            f"{setting('objective', stream.args.objective)} samples with an adapter, and "
+            f"{setting('train', stream.args.train)} trains none: train an adapter."
+        )
+    if storage is not PLAIN_FILES:
+        raise UserError(
+            f"{setting('objective', stream.args.objective)} gives rows to reward functions beside the run, which a "
+            "protected run may not: choose another objective."
+        )
+    stream.check(positions)
+    if heldout:
+        longest = max(map(len, (row.input_ids for row in heldout.rows))) + policy.max_completion_length
+        if longest > positions:
+            raise UserError(
+                f"The longest held-out prompt leaves no room for {policy.max_completion_length:,} tokens in the "
+                f"model's {positions:,} positions: lower {flag('max_completion_length')} or {flag('max_length')}."
+            )
+    assert policy.reward_funcs
+    rewards = RewardFunctions(policy.reward_funcs, policy.reward_weights, policy.reward_timeout)
+    turns = None
+    if policy.tools:
+        tools = Tools(policy.tools, policy.reward_timeout)
+        turns = ToolTurns(tools, model.tokenizer, policy.max_tool_calling_iterations)
+    return Rollouts(stream, rewards, model.tokenizer, turns)
 
 
 def _rounding_note(args: TrainingArguments, capabilities: Capabilities) -> str:
@@ -382,9 +432,9 @@ def replan_run(run: AdapterRun, changes: Mapping[str, Any]) -> AdapterRun:
     """The same run with changed options, for planning."""
     args = replace(run.args, **changes)
     if args.length == run.args.length:
-        return replace(run, args=args, stream=DataStream(run.stream.prepared, args))
+        return replace(run, args=args, stream=stream_of(run.stream.prepared, args))
     heldout = shortened(run.heldout, args) if run.heldout else None
-    return replace(run, args=args, stream=DataStream(shortened(run.stream.prepared, args), args), heldout=heldout)
+    return replace(run, args=args, stream=stream_of(shortened(run.stream.prepared, args), args), heldout=heldout)
 
 
 def with_base_dtype(model: LoadedModel, base_dtype: str) -> LoadedModel:
@@ -441,13 +491,16 @@ def prepare_session(
     else:
         trained = trainable_parameters(model, [run.subject for run in runs])
     args = runs[0].args
-    heldout = [length for run in runs if run.heldout for length in group_lengths(run.heldout)]
+    heldout = [n for run in runs if run.heldout and not run.rollouts for n in group_lengths(run.heldout)]
+    streams = [s for run in runs for s in (run.stream, run.heldout_stream if run.heldout else None) if s]
     return Session(
         model,
         trained,
         [] if evaluation_only else buckets,
         positions=max(
-            length for run in runs for data in (run.stream.prepared, run.heldout) if data for length in data.lengths
+            length
+            for stream in streams
+            for length in (stream.lengths if isinstance(stream, RolloutStream) else stream.prepared.lengths)
         ),
         dropout=any(run.args.lora_dropout > 0 and run.args.train != "quant-scales" for run in runs),
         recompute=args.gradient_checkpointing,
@@ -458,12 +511,21 @@ def prepare_session(
         eval_tokens=max([buckets[-1], *heldout]) if heldout else 0,
         references={run.slot: run.reference.spec for run in runs if run.reference},
         teachers={run.slot: run.teacher for run in runs if run.teacher},
-        mismatched=max(
-            stream.longest_mismatched
-            for run in runs
-            for stream in (run.stream, *([DataStream(run.heldout, run.args)] if run.heldout else []))
-        ),
+        mismatched=max(stream.longest_mismatched for stream in streams),
+        sampling=sampling_of([stream for stream in streams if isinstance(stream, RolloutStream)]),
     )
+
+
+def sampling_of(streams: Sequence[RolloutStream]) -> Sampling | None:
+    """The sizes of the engine that samples for all of these streams. Raises UserError if their temperatures differ."""
+    if not streams:
+        return None
+    sizes = [stream.sampling for stream in streams]
+    if len({one.temperature for one in sizes}) > 1:
+        raise UserError(
+            f"Adapters that are trained together must sample at one {flag('temperature')}: give all the same."
+        )
+    return Sampling(max(one.sequences for one in sizes), max(one.tokens for one in sizes), sizes[0].temperature)
 
 
 SHAPE_ROWS, SHAPE_DATA = 64, "made-up rows"  # of a job of a shape

@@ -52,7 +52,12 @@ def objective_options(
         )
     trained = _trained(Path(adapter)) if adapter is not None else {}
     before = trained.get("objective", "sft")
-    chosen = objective or ("kd" if teacher_options else "sft" if before == "kd" else before)
+    if objective and OBJECTIVES[objective].samples:
+        raise UserError(
+            f"{setting('objective', objective)} has no loss on given answers: leave it out, or measure pass@k."
+        )
+    own = before != "kd" and not OBJECTIVES[before].samples
+    chosen = objective or ("kd" if teacher_options else before if own else "sft")
     options = {"objective": chosen} | (trained if before == chosen else {})
     if teacher_options:
         return {

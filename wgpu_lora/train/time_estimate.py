@@ -74,6 +74,10 @@ def project_time(job: Job[Any], events: Events = SILENT) -> Projection:
     """
     if len(job.runs) > 1:
         raise UserError("Only the steps of a single adapter are measured: give its data alone.")
+    if job.run.rollouts:
+        raise UserError(
+            "The time of sampling depends on the completions, so that it is not projected: train a few steps."
+        )
     job.check_memory()
     session, run, args = job.session, job.run, job.run.args
     budget = budget_bytes(session.device.info, args.budget())

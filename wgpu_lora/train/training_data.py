@@ -12,6 +12,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.model_files import ModelFiles
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.rewards.tools import Tools
 from wgpu_lora.text import count_noun
 from wgpu_lora.train.objectives import formats_of, objective_of
 from wgpu_lora.train.options.training_arguments import ROWS_PER_BATCH, TrainingArguments
@@ -69,14 +70,16 @@ def prepared_for(
         UserError: the rows cannot be read.
     """
     objective = objective_of(args)
-    cut = objective.cut()
+    cut, variables = objective.cut(), args.template_kwargs()
+    if objective.samples and args.tools:
+        variables = {**variables, "tools": Tools(args.tools, args.reward_timeout).schemas}
     prepared = tokenize_source(
         source,
         model.tokenizer,
         max_length=args.length,
         completion_only_loss=args.completion_only_loss or cut is not None,
         on_overflow="drop" if args.on_overflow == "drop" else "truncate",
-        chat_template_kwargs=args.template_kwargs(),
+        chat_template_kwargs=variables,
         vocab_size=model.config.vocab_size,
         skip_bad_rows=args.skip_bad_rows,
         formats=formats or formats_of(objective),

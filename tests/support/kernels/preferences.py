@@ -8,7 +8,7 @@ import numpy as np
 
 from support.kernels import Arrays, add, normal, poison, u32
 from wgpu_lora.gpu.kernel import Kernel
-from wgpu_lora.train.objectives import cpo, dpo, kto, orpo, preference
+from wgpu_lora.train.objectives import cpo, dpo, grpo, kto, orpo, preference
 
 SIZE, STRIDE, ROWS, UNUSED = 67, 128, 1000, 5  # the last groups are padding
 
@@ -88,3 +88,34 @@ for scale in (1.0, 1e4, 1e-3):
     scored(orpo.orpo_scores, 9, scale)
 for scale in (1.0, 1e3):
     scored(kto.kto_scores, 7, scale, desirable=1.5, undesirable=0.5)
+
+
+def completions(**constants: Any) -> None:
+    """Losses of completions; those of every fifth have one token, and some no advantage."""
+
+    def make(rng: np.random.Generator) -> Arrays:
+        state, inputs = np.abs(normal(rng, 2 * ROWS, 4)) + 0.1, normal(rng, 2 * ROWS, 3)
+        state[:, 1] += 1  # the sum of exponentials
+        state[:, 2] = state[:, 0] - np.abs(normal(rng, 2 * ROWS))
+        logp = state[:, 2] - state[:, 0] - np.log(state[:, 1])
+        inputs[:, :2] = logp[:, None] + 0.5 * inputs[:, :2]
+        inputs[:, 2] = rng.random(2 * ROWS) < 0.7
+        weights, advantages = rng.random(SIZE, np.float32) + 0.5, normal(rng, SIZE)
+        weights[SIZE - UNUSED :], advantages[::7] = 0, 0
+        return {
+            "state": state.astype(np.float32),
+            "inputs": inputs.astype(np.float32),
+            "members": spans(rng, 1, False)[0],
+            "group_weights": weights,
+            "advantages": advantages,
+            "weights": np.zeros(2 * ROWS, np.float32),
+            "values": poison(9, STRIDE),
+        }
+
+    add(grpo.grpo_scores, make, size=SIZE, stride=STRIDE, **{"rate": 1.0, **constants})
+
+
+for own in ({}, {"delta": 1.5, "beta": 0.2}, {"cispo": True, "epsilon_high": 1.2}, {"sapo": True, "beta": 0.2}):
+    completions(**own)
+    completions(sequence=True, rate=1.25, **own)
+completions(sequence=True, summed=True)

@@ -41,7 +41,9 @@ normalise(67, 37, True)
 normalise(32771, 3, False)  # more rows than a grid has in one dimension
 
 
-def softmax(first: int, rows: int = 67, cols: int = 37, count: int = 61, rate: float = 1.0, cap: float = 0.0) -> None:
+def softmax(
+    first: int, rows: int = 67, cols: int = 37, count: int = 61, rate: float = 1.0, cap: float = 0.0, **more: bool
+) -> None:
     """At another rate, the exponentials are stored apart, some logits are hidden, and all of some rows'."""
 
     def make(rng: np.random.Generator) -> Arrays:
@@ -56,7 +58,7 @@ def softmax(first: int, rows: int = 67, cols: int = 37, count: int = 61, rate: f
             arrays["apart"] = poison(rows, cols, value=5.0)
         return {"logits": logits, **arrays}
 
-    add(loss.softmax_chunk, make, rows=rows, cols=cols, first=first, rate=rate, hidden=rate != 1, cap=cap)
+    add(loss.softmax_chunk, make, rows=rows, cols=cols, first=first, rate=rate, hidden=rate != 1, cap=cap, **more)
 
 
 softmax(first=37)
@@ -65,6 +67,8 @@ softmax(first=37, rate=0.5)
 softmax(first=0, rate=0.5)
 softmax(first=37, cap=6.0)
 softmax(first=0, rate=0.5, cap=6.0)
+softmax(first=0, rate=0.5, entropy=True)
+softmax(first=37, rate=0.5, cap=6.0, entropy=True)
 
 
 def finished(rng: np.random.Generator, rows: int = 67, cols: int = 37, count: int = 61) -> Arrays:
@@ -97,17 +101,20 @@ def weighted(rng: np.random.Generator, rows: int = 67) -> Arrays:
     return {"logprobs": logprobs, "weights": weights, "losses": poison(rows)}
 
 
-add(loss.target_logprobs, scored, rows=67)
-add(loss.logprob_gradient, finished, rows=67, cols=37)
+for rate in (1.0, 0.8):
+    add(loss.target_logprobs, scored, rows=67, rate=rate)
+    add(loss.logprob_gradient, finished, rows=67, cols=37, rate=rate)
 add(loss.logprob_gradient, finished, rows=67, cols=37, cap=3.0)
 for accumulate in (True, False):
     add(loss.rest_gradient, rests, rows=67, cols=37, accumulate=accumulate)
 add(sft.sft_loss, weighted, rows=67)
-add(
-    loss.sum_by_slot,
-    lambda rng: {"x": unslotted(normal(rng, SLOT_ROWS)), "ranges": SLOTS, "total": normal(rng, 3)},
-    slots=3,
-)
+for largest in (False, True):
+    add(
+        loss.sum_by_slot,
+        lambda rng: {"x": unslotted(normal(rng, SLOT_ROWS)), "ranges": SLOTS, "total": np.abs(normal(rng, 3))},
+        slots=3,
+        largest=largest,
+    )
 add(gradient_norm.square_sums, lambda rng: {"x": normal(rng, 67 * gradient_norm.BLOCK), "sums": poison(67)}, blocks=67)
 
 

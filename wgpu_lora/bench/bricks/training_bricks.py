@@ -49,7 +49,8 @@ def loss(context: Context) -> Workload:
     swept = sweep(rec, workload.tracked((tokens, config.hidden_size), "hidden"), head, targets)
     score = objective_of(TrainingArguments()).score(rec, swept.logprobs, scoring)
     rec.dispatch(sum_by_slot, score.losses, scoring.loss_ranges, workload.input((1,), name="total"), slots=1)
-    seed(swept, SweepGradient(score.weights))
+    assert score.weights is not None
+    seed(swept, SweepGradient({1.0: score.weights}))
     rec.backward()
     return workload
 

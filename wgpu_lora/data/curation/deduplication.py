@@ -19,7 +19,7 @@ from wgpu_lora.data.curation.row_edits import Read
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import pip_line
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.tokenizer.examples import Alpaca, Completion, Conversation, Example, Text
+from wgpu_lora.tokenizer.examples import Alpaca, Completion, Conversation, Example, Prompt, Text
 
 
 class Duplicate(NamedTuple):
@@ -90,6 +90,8 @@ def example_parts(example: Example) -> list[str]:
             return ["completion", example.prompt, example.completion]
         case Text():
             return ["text", example.text]
+        case Prompt():
+            return ["prompt", str(example.prompt)]
         case _:
             return ["tokens", str(example.input_ids), str(example.labels)]
 

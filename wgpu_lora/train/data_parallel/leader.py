@@ -21,6 +21,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import setting
 from wgpu_lora.train.data_parallel import gradient_messages
 from wgpu_lora.train.data_parallel.remote_worker import Answer, Link, RemoteWorker
+from wgpu_lora.train.objectives import OBJECTIVES
 
 if TYPE_CHECKING:
     from wgpu_lora.train.options.training_arguments import TrainingArguments
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 
 def check_shared(args: TrainingArguments) -> None:
     """Raise UserError for runs whose steps cannot be shared."""
+    if OBJECTIVES[args.objective].samples:
+        raise UserError(
+            f"{setting('objective', args.objective)} samples its completions on one device: use one device a run."
+        )
     if args.train == "quant-scales":
         raise UserError(
             f"{setting('train', args.train)} cannot be trained on several devices at once: use one device, or train an "

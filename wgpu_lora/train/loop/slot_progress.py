@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from wgpu_lora.train.run.run_checkpoint import BEST
 from wgpu_lora.train.run.run_state import step_budget
 from wgpu_lora.train.session.data_stream import Step
 from wgpu_lora.train.session.optimizer_update import SlotUpdate, StepReport
+from wgpu_lora.train.session.rollouts import SamplingStopped
 from wgpu_lora.train.session.session import Session
 
 
@@ -66,9 +67,11 @@ class SlotProgress:
         return stream.groups(step, self.run.slot) if step else []
 
     def begin(self) -> None:
-        """Begin the next step."""
+        """Begin the next step. Raises SamplingStopped if the run is to end."""
         self.clock.begin_step()
         self.run.before_step(self.session)
+        if self.run.rollouts:
+            self.run.rollouts.prepare(self.session, self.step, self.run.slot, self.events)
 
     def update(self) -> SlotUpdate:
         rate = self.clock.learning_rate() if self.run.args.target_seconds else self.run.learning_rate()
@@ -81,7 +84,7 @@ class SlotProgress:
         processed, units = stream.processed_tokens(step.samples), stream.units(step.samples)
         loss = report.loss_sum / units
         sums = self.session.totals.read_metrics(self.session.device, self.run.slot, stream.objective)
-        metrics = stream.objective.logged(sums, units)
+        metrics = stream.sampling_metrics() | stream.objective.logged(sums, units)
         state.step += 1
         state.epoch, state.index = (step.epoch + 1, 0) if step.last_of_epoch else (step.epoch, step.index + 1)
         state.tokens += tokens
@@ -96,6 +99,9 @@ class SlotProgress:
         self._epoch = round(step.epoch + (step.index + 1) / len(self.run.stream.epoch(step.epoch)), 4)
         rate, norm = update.learning_rate, report.grad_norm
         self._line = {"loss": loss, "learning_rate": rate, "grad_norm": norm, **metrics}
+        shown = stream.objective.shown
+        if shown is not None:
+            metrics = {name: value for name, value in metrics.items() if name in shown}
         self._metrics, self._seconds, self._tokens, self._processed = metrics, seconds, tokens, processed
         self.step = next(self._steps)
 
@@ -132,7 +138,8 @@ class SlotProgress:
             self._log({"step": 0, "epoch": 0.0, **result, **self._times()})
 
     def measure_heldout(self, events: Events) -> None:
-        self._line |= self._measure(events)
+        with suppress(SamplingStopped):
+            self._line |= self._measure(events)
 
     def _measure(self, events: Events) -> dict[str, float]:
         begin = time.perf_counter()
@@ -183,7 +190,10 @@ class SlotProgress:
         self.run.state.total_steps = self.run.state.step
         if not self._last_line or "eval_loss" in self._last_line:
             return
-        result = self._measure(events)
+        try:
+            result = self._measure(events)
+        except SamplingStopped:
+            result = {}
         self._last_line |= result
         if result and not self.run.state.pending:  # the last step was logged, when nobody knew that it was the last
             self._log(self._written | result | self._times())

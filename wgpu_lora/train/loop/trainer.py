@@ -22,6 +22,7 @@ from wgpu_lora.train.run.adapter_run import AdapterRun
 from wgpu_lora.train.run.disk_space import FULL, release
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.train.run.stop_reasons import Requests
+from wgpu_lora.train.session.rollouts import SamplingStopped
 from wgpu_lora.train.session.session import Session
 
 T = TypeVar("T")
@@ -59,6 +60,9 @@ class Trainer:
     _full: OSError | None = None  # what was written when the disk was full, before the reserve was released
 
     def __post_init__(self) -> None:
+        for run in self.runs:
+            if run.rollouts:
+                run.rollouts.stopped = self._stop.is_set
         self.all = [SlotProgress(run, self.session, self.policy.eval_steps, events=self.events) for run in self.runs]
 
     def train(self) -> dict[int, RunRecord]:
@@ -101,7 +105,7 @@ class Trainer:
             evaluates = run.args.eval_on_start or self.policy.eval_steps
             new = run.heldout and not state.step and state.first_eval_loss is None and not progress.ended
             if evaluates and new:
-                with suppress(_Interrupted):  # it is measured when the run is resumed
+                with suppress(_Interrupted, SamplingStopped):  # it is measured when the run is resumed
                     self._write(partial(progress.measure_start, _Interruptible(self)))
 
     def _live_slots(self) -> list[SlotProgress]:
@@ -119,8 +123,11 @@ class Trainer:
         slots = self.policy.choose([p.run for p in live])
         stepping = [p for p in live if p.run.slot in slots]
         begin = time.perf_counter()
-        for progress in stepping:
-            progress.begin()
+        try:
+            for progress in stepping:
+                progress.begin()
+        except SamplingStopped:  # the run ends before this step
+            return
         if self.sharing:
             self.sharing.accumulate(self.session, stepping[0].run, stepping[0].step)
         else:
@@ -128,7 +135,7 @@ class Trainer:
         updates = {p.run.slot: p.update() for p in stepping}
         reports = optimizer.apply(device, updates)
         seconds = time.perf_counter() - begin
-        tokens = sum(p.trained_tokens for p in stepping)
+        tokens = max(1, sum(p.trained_tokens for p in stepping))
         self.step += 1
         advanced = [progress for progress in stepping if reports[progress.run.slot].applied]
         for progress in advanced:  # all of them first, since held-out losses overwrite the step's totals

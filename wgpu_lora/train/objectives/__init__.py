@@ -23,6 +23,8 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
         "orpo": "wgpu_lora.train.objectives.orpo:ORPO",
         "cpo": "wgpu_lora.train.objectives.cpo:CPO",
         "kd": "wgpu_lora.train.objectives.kd:KD",
+        "grpo": "wgpu_lora.train.objectives.grpo:GRPO",
+        "rloo": "wgpu_lora.train.objectives.rloo:RLOO",
     }
 )
 
@@ -39,6 +41,10 @@ def formats_of(objective: Objective) -> RowFormats[Sample]:
 
 def _readers(names: Sequence[str]) -> str | None:
     """Advice about rows with these keys: the objectives that read them and need nothing else."""
-    fitting = [name for name, kind in OBJECTIVES.items() if kind.formats.matches(names) and not kind.needs_teacher]
+    fitting = [
+        name
+        for name, kind in OBJECTIVES.items()
+        if kind.formats.matches(names) and not (kind.needs_teacher or kind.samples)
+    ]
     result = [setting("objective", name) for name in fitting]
     return f"use {' or '.join(result)} for such rows" if result else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -34,6 +34,7 @@ class Group:
     index: of the first segment's row in the data (`Row.index`).
     teacher: what the teacher says about the targets of the only segment, if the objective has a `support`; None if it
         is not known yet.
+    inputs: f32 [targets, `Objective.token_inputs`] of the only segment, what the objective reads of each token.
     """
 
     segments: tuple[Segment, ...]
@@ -46,6 +47,7 @@ class Group:
     kl_row: Segment | None = None
     index: int = 0
     teacher: TeacherRows | None = None
+    inputs: np.ndarray | None = None
 
     @property
     def tokens(self) -> int:
@@ -102,6 +104,7 @@ class Scoring:
     weights f32 [R]: the group's weight; 0 with the adapter off, for padding and for tokens of other objectives.
     ranges u32 [slots, 2]: of R. groups: only if the objective's unit is the group.
     values f32 [R]: of each token's row; only if the objective has labels. teacher: only if it has a `support`.
+    inputs f32 [R, width]: only if it has `token_inputs`.
     """
 
     weights: Tensor
@@ -109,6 +112,7 @@ class Scoring:
     groups: GroupTensors | None = None
     values: Tensor | None = None
     teacher: TeacherTensors | None = None
+    inputs: Tensor | None = None
 
     @classmethod
     def declare(cls, objective: Objective, tokens: int, slots: int) -> Scoring:
@@ -117,8 +121,12 @@ class Scoring:
 
         values = make("token values", tokens, dtype="f32") if objective.has_labels else None
         tensors = make("token weights", tokens, dtype="f32"), make("token ranges", slots, 2)
+        width = objective.token_inputs
+        inputs = make("token inputs", tokens, width, dtype="f32") if width else None
         if objective.unit == "token":
-            return cls(*tensors, values=values, teacher=declared_teacher(make, tokens, objective.support))
+            return cls(
+                *tensors, values=values, teacher=declared_teacher(make, tokens, objective.support), inputs=inputs
+            )
         members = objective.rows_per_sample
         size = max(1, tokens // (members + 1))  # a prompt of one token at least, and one for each answer
         groups = GroupTensors(
@@ -128,9 +136,9 @@ class Scoring:
             values=make("group values", size, dtype="f32"),
             shared=make("shared values", size, dtype="f32"),
             ranges=make("group ranges", slots, 2),
-            reference=make("reference", size, members, dtype="f32") if objective.reference else None,
+            reference=make("reference", size, members, dtype="f32") if objective.reference and not width else None,
         )
-        return cls(*tensors, groups, values)
+        return cls(*tensors, groups, values, inputs=inputs)
 
     @property
     def loss_ranges(self) -> Tensor:
@@ -140,7 +148,8 @@ class Scoring:
     def tensors(self) -> list[Tensor]:
         grouped = vars(self.groups).values() if self.groups else []
         taught = vars(self.teacher).values() if self.teacher else []
-        return [tensor for tensor in (self.weights, self.ranges, self.values, *grouped, *taught) if tensor is not None]
+        own = self.weights, self.ranges, self.values, self.inputs
+        return [tensor for tensor in (*own, *grouped, *taught) if tensor is not None]
 
     def upload(self, device: Device, groups: Sequence[Group], places: Sequence[np.ndarray]) -> None:
         """Fill the tensors. places: [start, stop) among R for each segment of each group."""
@@ -162,6 +171,10 @@ class Scoring:
                 assert group.teacher is not None, "what the teacher says is not known"
                 start, stop = place[0]
                 self.teacher.fill(values, start, stop, group.teacher)
+            if self.inputs:
+                assert group.inputs is not None, "the inputs of the group's tokens are not known"
+                start, stop = place[0]
+                values[self.inputs][start:stop] = group.inputs
         for tensor, array in values.items():
             device.write(tensor.storage.buffer, array)
 
@@ -184,11 +197,11 @@ class Scoring:
 class Score:
     """The result of an objective for a batch.
 
-    weights f32 [R]: weight of each target token's -log p in the step's loss, i.e. the loss's derivative by it; 0 for
-    tokens of other objectives. losses f32, by token [R] or by group [G] (the objective's unit): their sum over a
-    step, divided by the number of units, is the step's loss; likewise `metrics`, by name. tail_logprobs,
-    token_logprobs: the derivatives of a loss that depends on a teacher's support (see `ops.loss.SweepGradient`),
-    instead of weights.
+    weights f32 [R]: weight of each target token's -log p at the objective's first temperature in the step's loss, i.e.
+    the loss's derivative by it; 0 for tokens of other objectives. losses f32, by token [R] or by group [G] (the
+    objective's unit): their sum over a step, divided by the number of units, is the step's loss; likewise `metrics`, by
+    name, or their largest value. tail_logprobs, token_logprobs: the derivatives of a loss that depends on a teacher's
+    support (see `ops.loss.SweepGradient`), instead of weights.
     """
 
     weights: Tensor | None
@@ -211,8 +224,12 @@ class Objective:
     whether it needs the log-probabilities of its answers under a frozen reference: the base model alone, or another
     adapter. trains_prompt: whether it also needs the log-probabilities of the first example's prompt. needs_kl_rows:
     whether it needs those of prompts with other samples' answers (`Objective.estimate`). has_labels: whether it reads
-    the value of each token's row (`Sample.value`). needs_teacher: whether it needs a teacher. metrics: values logged
-    beside the loss. learning_rate: the peak by default, of a model of WIDTH.
+    the value of each token's row (`Sample.value`). needs_teacher: whether it needs a teacher. samples: whether rows
+    are prompts, whose completions it samples itself. needs_entropy: whether it
+    reads what entropies need of the sweep (`Sweep.states`). token_inputs: numbers that it reads of each token
+    (`Group.inputs`). metrics: values logged beside the loss; maxima: those that are largest values and no sums;
+    shown: those that are shown with each step, by default all.
+    learning_rate: the peak by default, of a model of WIDTH.
     """
 
     formats: ClassVar[RowFormats[Sample]] = EXAMPLES
@@ -222,7 +239,12 @@ class Objective:
     trains_prompt: ClassVar[bool] = False
     has_labels: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
+    samples: ClassVar[bool] = False
+    needs_entropy: ClassVar[bool] = False
+    token_inputs: ClassVar[int] = 0
     metrics: ClassVar[tuple[str, ...]] = ()
+    maxima: ClassVar[tuple[str, ...]] = ()
+    shown: ClassVar[tuple[str, ...] | None] = None
     learning_rate: ClassVar[float] = 2e-4
 
     @classmethod
@@ -273,6 +295,14 @@ class Objective:
     def estimate(self, policy: Sequence[float], reference: Sequence[float]) -> float:
         """`Group.shared` of a step, from the log-probabilities of its mismatched answers."""
         raise NotImplementedError
+
+    def has_reference(self, group: Group) -> bool:
+        """Whether the group has what `referenced` adds, or needs none."""
+        return not self.reference or group.reference is not None
+
+    def referenced(self, group: Group, logprobs: Sequence[np.ndarray]) -> Group:
+        """The group with the log-probabilities of its answers' tokens under the reference."""
+        return replace(group, reference=self.sums(logprobs))
 
     def sums(self, logprobs: Sequence[np.ndarray]) -> tuple[float, ...]:
         """The log-probabilities of a group's answers under the reference, given those of their tokens."""

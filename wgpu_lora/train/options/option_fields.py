@@ -110,8 +110,8 @@ class GeneralOptions:
     learning_rate: float | None = option(
         None,
         OPTIMISATION,
-        "Peak learning rate. Default: 1e-5 for preferences; else 2e-4 at a hidden size of 4096, more for smaller "
-        "models, up to 1e-3 (docs/defaults.md).",
+        "Peak learning rate. Default: 1e-5 for preferences and rewards; else 2e-4 at a hidden size of 4096, more for "
+        "smaller models, up to 1e-3 (docs/defaults.md).",
         within=NOT_NEGATIVE,
     )
     lr_scheduler_type: str = option("cosine", OPTIMISATION, "Learning-rate schedule.", choices=LR_SCHEDULES)
@@ -273,17 +273,19 @@ PREFERENCES = "Preference training (--objective dpo, kto, orpo, cpo)"  # their h
 class PreferenceOptions:
     """Objectives read those that their fields are named after."""
 
-    beta: float = option(
-        0.1,
+    beta: float | None = option(
+        None,
         PREFERENCES,
-        "How strongly the policy is kept near the reference; the weight of ORPO's odds ratio.",
-        within=Range(at_least=1e-9, at_most=1e9),  # squares of 1 / beta are float32 numbers
+        "How strongly the policy is kept near the reference; the weight of ORPO's odds ratio. Default: 0.1; grpo: 0, "
+        "which needs no reference; rloo: 0.05.",
+        within=Range(at_least=0, at_most=1e9),
     )
     loss_type: str | None = option(
         None,
         PREFERENCES,
         "dpo: one or, separated by commas, several of sigmoid, hinge, ipo, exo_pair, nca_pair, robust, sppo_hard, "
-        "apo_zero, apo_down, sft. kto: kto, apo_zero_unpaired. cpo: sigmoid, hinge, ipo, simpo. Default: the first.",
+        "apo_zero, apo_down, sft. kto: kto, apo_zero_unpaired. cpo: sigmoid, hinge, ipo, simpo. grpo: dapo, grpo, "
+        "dr_grpo, bnpo, cispo, sapo. Default: the first.",
     )
     loss_weights: str | None = option(
         None, PREFERENCES, "dpo: weights of the losses in --loss-type, separated by commas. Default: 1 each."
@@ -303,8 +305,8 @@ class PreferenceOptions:
     reference_adapter: str | None = option(
         None,
         PREFERENCES,
-        "dpo and kto: PEFT adapter directory that is the frozen reference, and where training starts unless "
-        "--init-adapter is given. Default: the base model alone.",
+        "dpo, kto, grpo and rloo: PEFT adapter directory that is the frozen reference, and where training starts "
+        "unless --init-adapter is given. Default: the base model alone.",
     )
     precompute_ref_log_probs: bool = option(
         False, PREFERENCES, "dpo and kto: compute the reference once before training instead of in every step."
@@ -319,7 +321,10 @@ class PreferenceOptions:
         None, PREFERENCES, "Maximum tokens of a prompt; a longer one loses its beginning.", within=POSITIVE
     )
     max_completion_length: int | None = option(
-        None, PREFERENCES, "Maximum tokens of an answer; a longer one loses its end.", within=POSITIVE
+        None,
+        PREFERENCES,
+        "Maximum tokens of an answer; a longer one loses its end. grpo and rloo: of a completion, by default 512.",
+        within=POSITIVE,
     )
     truncation_mode: str = option(
         "keep_start",
@@ -367,7 +372,8 @@ class DistillationOptions:
     temperature: float = option(
         1.0,
         DISTILLATION,
-        "What the logits of both are divided by. As in TRL, the loss is not multiplied by its square.",
+        "kd: what the logits of both are divided by; as in TRL, the loss is not multiplied by its square. grpo and "
+        "rloo: of sampling, and of the log-probabilities that are trained.",
         within=Range(at_least=0.05, at_most=100),
     )
     kd_divergence: str = option(
@@ -388,4 +394,92 @@ class DistillationOptions:
     )
     hard_full_weight: float = option(
         0.0, DISTILLATION, "Weight of the cross-entropy on the tokens of the data.", within=NOT_NEGATIVE
+    )
+
+
+REWARDS = "Reinforcement learning (--objective grpo, rloo)"  # their heading in help
+
+
+@dataclass(frozen=True)
+class RewardOptions:
+    """Sampling, rewards, and how they are learned from."""
+
+    reward_funcs: str | None = option(
+        None,
+        REWARDS,
+        "Reward functions, separated by commas: FILE.py:NAME, or built in: accuracy, check, json_schema, "
+        "regex:PATTERN, length:TOKENS, overlong:MAX/BUFFER, think_format, repetition (docs/grpo.md).",
+    )
+    reward_weights: str | None = option(None, REWARDS, "Weight of each function, separated by commas. Default: 1 each.")
+    reward_timeout: float = option(
+        60.0, REWARDS, "Seconds that a call of a function or a tool may take.", within=POSITIVE
+    )
+    tools: str | None = option(
+        None,
+        REWARDS,
+        "Python functions that the model may call in its completions, separated by commas: FILE.py:NAME.",
+    )
+    max_tool_calling_iterations: int | None = option(
+        None, REWARDS, "Turns of a completion whose calls are run. Default: any number.", within=Range(at_least=1)
+    )
+    num_generations: int | None = option(
+        None, REWARDS, "Completions of each prompt. Default: 8; rloo: 2.", within=Range(at_least=2)
+    )
+    top_p: float = option(
+        1.0, REWARDS, "Sample among the most likely tokens up to this probability.", within=Range(above=0, at_most=1)
+    )
+    top_k: int = option(0, REWARDS, "Sample among so many most likely tokens; 0: all.", within=NOT_NEGATIVE)
+    min_p: float = option(
+        0.0,
+        REWARDS,
+        "Sample among tokens of at least this share of the largest probability.",
+        within=Range(at_least=0, at_most=1),
+    )
+    repetition_penalty: float = option(
+        1.0, REWARDS, "Divides the logits of tokens that occurred before; 1 changes nothing.", within=POSITIVE
+    )
+    steps_per_generation: int | None = option(
+        None,
+        REWARDS,
+        "Batches whose completions are sampled together, a multiple of --gradient-accumulation-steps. Default: those "
+        "of one optimizer step.",
+        within=POSITIVE,
+    )
+    num_iterations: int = option(1, REWARDS, "How often completions are trained on.", within=POSITIVE)
+    epsilon: float = option(
+        0.2, REWARDS, "How far the ratio to the sampler may fall below 1.", within=Range(at_least=0, at_most=1)
+    )
+    epsilon_high: float | None = option(
+        None,
+        REWARDS,
+        "How far it may rise above 1; with cispo, its upper limit. Default: --epsilon.",
+        within=NOT_NEGATIVE,
+    )
+    delta: float | None = option(None, REWARDS, "grpo: upper limit of the ratio on both sides.", within=Range(above=1))
+    importance_sampling_level: str = option(
+        "token",
+        REWARDS,
+        "grpo: whether each token has a ratio of its own, or all of a completion their geometric mean (GSPO).",
+        choices=("token", "sequence"),
+    )
+    scale_rewards: str = option(
+        "group",
+        REWARDS,
+        "grpo: divide advantages by the standard deviation of the prompt's rewards, of all, or by nothing.",
+        choices=("group", "batch", "none"),
+    )
+    multi_objective_aggregation: str = option(
+        "sum_then_normalize",
+        REWARDS,
+        "grpo: whether several rewards are added before they are normalised, or after (GDPO).",
+        choices=("sum_then_normalize", "normalize_then_sum"),
+    )
+    mask_truncated_completions: bool = option(
+        False, REWARDS, "Do not train on completions that reached --max-completion-length."
+    )
+    top_entropy_quantile: float = option(
+        1.0,
+        REWARDS,
+        "grpo: train only on this share of the tokens, those sampled with the largest entropy.",
+        within=Range(above=0, at_most=1),
     )

@@ -23,6 +23,7 @@ from wgpu_lora.train.option_types import (
     FOREVER,
     OWN_OPTIONS,
     TYPES,
+    Range,
     check,
     check_heldout,
     format_args,
@@ -39,10 +40,12 @@ from wgpu_lora.train.options.option_fields import (
     MEMORY,
     OPTIMISATION,
     PREFERENCES,
+    REWARDS,
     SAVING,
     DistillationOptions,
     GeneralOptions,
     PreferenceOptions,
+    RewardOptions,
 )
 
 # Options that may change when a run is resumed: they affect what is written, not what is trained.
@@ -56,6 +59,7 @@ CHANGEABLE_ON_RESUME = {
     "reference_adapter", "teacher", "teacher_adapter", "teacher_cache",  # their digests are compared
     "eval_teacher_cache",
     "rounded_from",  # its loss is measured once
+    "reward_timeout",
     "eval_steps", "eval_on_start", "goal", "notes", "run_log", "report_to",
 }  # fmt: skip
 # Options that may change to extend a run.
@@ -66,19 +70,33 @@ PATHS = (
     "teacher_cache", "eval_teacher_cache", "rounded_from",
 )  # fmt: skip
 # Batches by default, unless the data are small (train/training_data.py).
+LEAST_BETA = Range(at_least=1e-9, at_most=1e9)  # squares of 1 / beta are float32 numbers
 OUTPUT, ROWS_PER_BATCH, ACCUMULATION = "output", 2, 4
 LENGTH = 1024  # tokens per row by default, if the model has as many positions
 # Headings of the options in the command line's help, in order.
-PANELS = (FILES, ADAPTER, OPTIMISATION, PREFERENCES, DISTILLATION, BATCHES, MEMORY, SAVING)
-LISTS = ("target_modules", "report_to", "loss_type", "loss_weights")  # which may be given as lists
+PANELS = (FILES, ADAPTER, OPTIMISATION, PREFERENCES, DISTILLATION, REWARDS, BATCHES, MEMORY, SAVING)
+LISTS = (
+    "target_modules",
+    "report_to",
+    "loss_type",
+    "loss_weights",
+    "reward_funcs",
+    "reward_weights",
+    "tools",
+)  # which may be given as lists
 SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):  # fields: those of the last base first
-    """Names and meanings are those of TRL, PEFT and transformers, where they have the option."""
+class TrainingArguments(RewardOptions, DistillationOptions, PreferenceOptions, GeneralOptions):
+    """Names and meanings are those of TRL, PEFT and transformers, where they have the option.
+
+    Fields are in the order of the bases from the last to the first.
+    """
 
     def __post_init__(self) -> None:
+        usual = self.objective == "sft" or self.objective not in OBJECTIVES  # and imports nothing
+        objective = None if usual else OBJECTIVES[self.objective]
         for item in fields(self):
             check(item.name, getattr(self, item.name), item.metadata)
         for name in PATHS:
@@ -88,6 +106,8 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
         if not self.target_modules.strip(" ,"):
             raise UserError(f"{flag('target_modules')} is empty: name at least one module, or use 'all-linear'.")
         check_date(self.template_date)
+        if self.beta is not None and not (objective and objective.samples):
+            require(LEAST_BETA.holds(self.beta), "beta", LEAST_BETA.rule(), self.beta)
         self._check_trained()
         for selected_by, registered in (("objective", OBJECTIVES), ("optim", OPTIMIZERS)):
             if getattr(self, name := OWN_OPTIONS[selected_by]) is not None:

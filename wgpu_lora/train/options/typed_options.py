@@ -81,7 +81,7 @@ class TrainingOptions(TypedDict, total=False):
     goal: str | None
     notes: str | None
     run_log: bool
-    beta: float
+    beta: float | None
     loss_type: str | list[str] | None
     loss_weights: str | list[float] | None
     label_smoothing: float
@@ -107,3 +107,23 @@ class TrainingOptions(TypedDict, total=False):
     kd_weight: float
     hard_top1_weight: float
     hard_full_weight: float
+    reward_funcs: str | list[str] | None
+    reward_weights: str | list[float] | None
+    reward_timeout: float
+    tools: str | list[str] | None
+    max_tool_calling_iterations: int | None
+    num_generations: int | None
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    steps_per_generation: int | None
+    num_iterations: int
+    epsilon: float
+    epsilon_high: float | None
+    delta: float | None
+    importance_sampling_level: str
+    scale_rewards: str
+    multi_objective_aggregation: str
+    mask_truncated_completions: bool
+    top_entropy_quantile: float

@@ -17,7 +17,7 @@ from wgpu_lora.data.row_counts import SKIPPED, skipped_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.formats.model_cards import CARD
-from wgpu_lora.json_files import to_json
+from wgpu_lora.json_files import parse_object, to_json
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.options.training_arguments import CHANGEABLE_ON_RESUME, LENGTH_OPTIONS, TrainingArguments
@@ -33,12 +33,14 @@ from wgpu_lora.train.run.resume import (
     option_changed_error,
     set_length,
 )
-from wgpu_lora.train.run.run_checkpoint import BEST, EPOCH, Trainable, origin_of
+from wgpu_lora.train.run.run_checkpoint import BEST, EPOCH, PHASE, Trainable, origin_of
 from wgpu_lora.train.run.run_state import SCHEMA, RunState, read_state
 from wgpu_lora.train.run.training_log import Log
 from wgpu_lora.train.session.data_stream import DataStream, heldout_options
 from wgpu_lora.train.session.heldout_loss import heldout_loss, precompute
 from wgpu_lora.train.session.live_teachers import LiveTeacher
+from wgpu_lora.train.session.rollout_stream import Phase, RolloutStream, stream_of
+from wgpu_lora.train.session.rollouts import Rollouts
 from wgpu_lora.train.session.session import Session
 
 LOGGING_STEPS, SHORT = 10, 100  # runs of at most SHORT steps log every step
@@ -83,6 +85,7 @@ class AdapterRun:
     teacher_digest: str | None = None  # of the live one, or of its cache
     teacher_sha256: str | None = None  # of the live one's weights, once loaded
     storage: CheckpointStore = PLAIN_FILES
+    rollouts: Rollouts | None = None  # if the objective samples completions
     state: RunState = field(default_factory=RunState)
     resumed_from: Path | None = None
     weights_sha256: str | None = None  # of the base, once loaded
@@ -207,13 +210,39 @@ class AdapterRun:
             if self.resumed_identity.get("teacher_weights") != self.teacher_sha256:
                 raise self._other_teacher()
             run_checkpoint.restore(self.resumed_from, session, self.slot, self.subject, self.storage)
+            self._restore_completions(self.resumed_from)
         else:
             self.place_initial(session)
             self.state.total_steps = self.stream.total_steps()
             if self.args.target_seconds:
                 self.state.total_steps = max(self.state.total_steps, UNTIMED_STEPS)
-        self.log = Log(self.directory / training_log.LOG, self.state.step if self.resumed_from else None)
+        resumed = self.state.step if self.resumed_from else None
+        self.log = Log(self.directory / training_log.LOG, resumed)
+        if self.rollouts and self.storage is PLAIN_FILES:
+            samples = Log(self.directory / training_log.COMPLETIONS, resumed, training_log.completion_entry)
+            self.rollouts.shown = lambda sample: samples.write({"step": self.state.step + 1, **sample})
         self.tracking.started()
+
+    def _restore_completions(self, place: Path) -> None:
+        """Read the completions that the next step trains on, if it is amid a phase. Raises UserError if they are
+        damaged."""
+        stream = self.stream
+        if not isinstance(stream, RolloutStream):
+            return
+        stream.phase = None
+        if not self.state.index % stream.phase_steps:
+            return
+        try:
+            phase = Phase.read(parse_object(self.storage.read(place / PHASE, None), PHASE, 1 << 30, 1 << 26))
+            if not phase.epoch == self.state.epoch or not 0 < self.state.index - phase.start < stream.phase_steps:
+                raise ValueError("its completions are of other steps")
+            if any(one.sample >= len(stream.prepared.samples) for one in phase.completions):
+                raise ValueError("its completions are of other prompts")
+        except (UserError, ValueError, OSError) as error:
+            raise run_checkpoint.damaged_checkpoint_error(
+                place, f"{PHASE} does not match this run: {str(error).removesuffix('.')}", self.storage
+            ) from None
+        stream.phase = phase
 
     def precompute(self, session: Session, events: Events = SILENT) -> None:
         """Compute the reference of all samples, if the objective does so before training (`Objective.precomputes`)."""
@@ -234,7 +263,7 @@ class AdapterRun:
     @cached_property
     def heldout_stream(self) -> DataStream:
         assert self.heldout
-        return DataStream(self.heldout, heldout_options(self.args))
+        return stream_of(self.heldout, heldout_options(self.args))
 
     # -- during ----------------------------------------------------------------------------------------------------
 
@@ -280,7 +309,11 @@ class AdapterRun:
 
     def checkpoint_files(self, session: Session) -> dict[str, bytes]:
         facts = {"identity": self.identity(), "metadata": self.metadata()}
-        return run_checkpoint.checkpoint_files(session, self.slot, self.subject, self.state, facts)
+        more, stream, state = dict[str, bytes](), self.stream, self.state
+        phase = stream.phase if isinstance(stream, RolloutStream) and state.index % stream.phase_steps else None
+        if phase:  # its other steps train on what an earlier adapter sampled
+            more[PHASE] = to_json(phase.as_dict()).encode()
+        return run_checkpoint.checkpoint_files(session, self.slot, self.subject, state, facts, more)
 
     def fall_back(self, session: Session) -> None:
         """Load the newest checkpoint from before the update that ruined the adapter, else the initial adapter.
@@ -301,6 +334,7 @@ class AdapterRun:
         if sound:
             self.state, place = max(sound, key=lambda pair: pair[0].step)
             run_checkpoint.restore(place, session, self.slot, self.subject, storage)
+            self._restore_completions(place)
         else:
             first = self.state.first_eval_loss
             self.state = RunState(
@@ -320,12 +354,20 @@ class AdapterRun:
 
         Before the first step, the loss is only a baseline.
         """
-        if not self.heldout or not session.heldout:
+        if not self.heldout or not (session.heldout or self.rollouts):
             return {}
         stream = self.heldout_stream
         self.before_step(session)
         at = Evaluating(0, len(self.heldout.rows), step=self.state.step, adapter=self.name)
-        result = heldout_loss(session, stream, self.slot, lambda rows: events.evaluating(replace(at, rows=rows)))
+
+        def watch(rows: int) -> None:
+            events.evaluating(replace(at, rows=rows))
+
+        if self.rollouts:
+            assert isinstance(stream, RolloutStream)
+            result = self.rollouts.heldout(session, stream, self.slot, watch)
+        else:
+            result = heldout_loss(session, stream, self.slot, watch)
         loss = result["loss"]
         if not all(map(math.isfinite, result.values())):
             return {}

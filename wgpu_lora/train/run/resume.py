@@ -25,6 +25,7 @@ from wgpu_lora.train.run.pipeline_state import MEMBER, home_of, read_pipeline_st
 from wgpu_lora.train.run.records import PIPELINE, RUN, check_registered
 from wgpu_lora.train.run.run_state import STATE, RunState, step_budget
 from wgpu_lora.train.session.data_stream import DataStream
+from wgpu_lora.train.session.rollout_stream import stream_of
 
 UNTIMED_STEPS = 100  # assumed by a timed run's schedule until steps have been timed
 MAY_CHANGE = sorted((CHANGEABLE_ON_RESUME | set(LENGTH_OPTIONS)) - {"resume", "overwrite"})
@@ -223,7 +224,7 @@ def set_length(
     """
     args = stream.args
     planned = planned_options(options, args, place, storage)
-    total = state.total_steps if planned.target_seconds else DataStream(stream.prepared, planned).total_steps()
+    total = state.total_steps if planned.target_seconds else stream_of(stream.prepared, planned).total_steps()
     older = total + (planned.num_train_epochs % 1 > 0)  # earlier versions rounded some parts of epochs up
     if state.total_steps not in (total, older):
         wrong = f"{STATE} says {state.total_steps} steps in total, but there are {total}"

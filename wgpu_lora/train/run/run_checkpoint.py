@@ -28,6 +28,7 @@ from wgpu_lora.train.session.session import Session
 
 OPTIMIZER, METADATA = "optimizer.safetensors", "metadata.json"
 FILES = (OPTIMIZER, METADATA, STATE)  # besides those of what is trained
+PHASE = "completions.json"  # of the phase that a step is amid, if the objective samples them
 RESERVE = ".reserve.tmp"  # train/run/disk_space.py
 STEPS, LAST, NEXT = "checkpoints", "last", ".next"  # checkpoints of a single run, and of a pipeline's slot
 ORIGIN = ".run.json"  # the id of a run, and the digest of its options
@@ -36,20 +37,25 @@ NAME = re.compile(r"step-([0-9]{1,15})")
 EPOCH_NAME = re.compile(r"epoch-([0-9]{1,15})")
 # Names that a run or a pipeline writes by renaming a hidden temporary file.
 _RUN = (
-    rf"{re.escape(WEIGHTS)}|{re.escape(CONFIG)}|constants\.safetensors|log\.jsonl|(run|state|pipeline|member|tracking)\.json"
+    rf"{re.escape(WEIGHTS)}|{re.escape(CONFIG)}|constants\.safetensors|(log|completions)\.jsonl|(run|state|pipeline|member|tracking)\.json"
     rf"|{re.escape(ORIGIN)}|{LAST}|(last|best)-f(16|32)|\{NEXT}|{BEST}|epoch-[0-9]+"
 )
 WRITTEN = re.compile(rf"{_RUN}|README\.md|{TOKENIZER.pattern}|{TEMPLATE.pattern}")
 
 
 def checkpoint_files(
-    session: Session, slot: int, subject: Trainable, state: RunState, facts: dict[str, Any]
+    session: Session,
+    slot: int,
+    subject: Trainable,
+    state: RunState,
+    facts: dict[str, Any],
+    more: Mapping[str, bytes] | None = None,
 ) -> dict[str, bytes]:
     """The files of a checkpoint: what a slot trains, optimizer and run state, metadata and manifest.
 
-    facts: `identity` (see AdapterRun) and `metadata`.
+    facts: `identity` (see AdapterRun) and `metadata`. more: further files by name.
     """
-    files = subject.checkpoint_files(session, slot)
+    files = subject.checkpoint_files(session, slot) | dict(more or {})
     metadata = {"optim": name_of(session.optimizer.rule)}
     files[OPTIMIZER] = save(session.optimizer.state.read(session.device, slot), metadata)
     files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()

@@ -67,9 +67,10 @@ def shortened(prepared: TokenizedData, args: TrainingArguments) -> TokenizedData
     if not rows_by_sample:
         raise UserError(f"{setting('max_length', length)} leaves no row with trained tokens: raise it.")
     values = tuple(prepared.values[number] for number in rows_by_sample) if prepared.values else ()
+    columns = tuple(prepared.columns[number] for number in rows_by_sample) if prepared.columns else ()
     remaining = [row for rows in rows_by_sample.values() for row in rows]
     keys = prepared.keys[[*rows_by_sample]] if len(prepared.keys) else prepared.keys
-    return replace(prepared, rows=remaining, values=values, max_length=length, keys=keys)
+    return replace(prepared, rows=remaining, values=values, columns=columns, max_length=length, keys=keys)
 
 
 def evaluation_rows(options: Mapping[str, Any], adapters: Sequence[str | Path], positions: int) -> EvaluationRowOptions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore
 from wgpu_lora.train.run.records import Environment, UsedDevice
 from wgpu_lora.train.run.run_state import is_number
 
-LOG = "log.jsonl"
+LOG, COMPLETIONS = "log.jsonl", "completions.jsonl"
 REQUIRED_KEYS = {"step", "epoch"}  # keys of a line, besides a loss or a held-out loss
 PACKAGES = ("wgpu-lora", "wgpu", "numpy", "safetensors", "tokenizers", "jinja2")
 
@@ -28,14 +29,22 @@ class Log:
     """A log with one JSON object per line, flushed as it is written. Resuming drops lines that will be written again.
 
     damaged: number of invalid lines, which are dropped too.
+
+    Args:
+        entry: reads a line; None if it is damaged.
     """
 
-    def __init__(self, path: Path, resume_step: int | None = None):
+    def __init__(
+        self,
+        path: Path,
+        resume_step: int | None = None,
+        entry: Callable[[bytes], dict[str, Any] | None] | None = None,
+    ):
         self.path, self.damaged = path, 0
         if resume_step is not None and path.is_file():
-            lines = _lines(path)
-            self.damaged = sum(entry is None for _, entry in lines[:-1])  # a crash may have cut the last one
-            earlier = [line + b"\n" for line, entry in lines if entry and entry["step"] <= resume_step]
+            lines = _lines(path, entry or _entry)
+            self.damaged = sum(one is None for _, one in lines[:-1])  # a crash may have cut the last one
+            earlier = [line + b"\n" for line, one in lines if one and one["step"] <= resume_step]
             write_bytes_atomic(path, b"".join(earlier))
         elif path.exists():
             path.unlink()
@@ -52,11 +61,20 @@ class Log:
 
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The lines of a log, without damaged ones."""
-    return [entry for _, entry in _lines(path) if entry]
+    return [entry for _, entry in _lines(path, _entry) if entry]
 
 
-def _lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
-    return [(line, _entry(line)) for line in path.read_bytes().split(b"\n") if line.strip()]
+def completion_entry(line: bytes) -> dict[str, Any] | None:
+    """A line of COMPLETIONS, of the step that it was sampled for; None if it is damaged."""
+    try:
+        entry = parse_object(line, "the line")
+    except UserError:
+        return None
+    return entry if type(entry.get("step")) is int else None
+
+
+def _lines(path: Path, entry: Callable[[bytes], dict[str, Any] | None]) -> list[tuple[bytes, dict[str, Any] | None]]:
+    return [(line, entry(line)) for line in path.read_bytes().split(b"\n") if line.strip()]
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:

@@ -88,6 +88,7 @@ class Batch:
             self.inputs.targets,
             temperatures=sorted(temperatures, key=lambda t: (t != 1, t)),
             supports=taught,
+            entropy=any(objective.needs_entropy for objective in objectives),
         )
         gradient = self._score(rec, swept, totals)
         if training:
@@ -100,7 +101,7 @@ class Batch:
 
     def _score(self, rec: Recorder, swept: Sweep, totals: Totals) -> SweepGradient:
         """Record all objectives; returns the derivatives of the sum of their losses."""
-        weights: Tensor | None = None
+        weights: dict[float, Tensor] = {}
         rests: dict[float, list[Tensor]] = {}
         picked: dict[Tensor, Tensor] = {}
         for objective, scoring in self.scoring.items():
@@ -109,17 +110,21 @@ class Batch:
                 totals.loss: score.losses,
                 **{totals.metrics[name]: score.metrics[name] for name in objective.metrics},
             }
+            maxima = {totals.metrics[name] for name in objective.maxima}
             for total, values in sums.items():
-                rec.dispatch(sum_by_slot, values, scoring.loss_ranges, total, slots=total.size)
+                largest = total in maxima
+                rec.dispatch(sum_by_slot, values, scoring.loss_ranges, total, slots=total.size, largest=largest)
             for temperature, rest in score.tail_logprobs.items():
                 rests.setdefault(temperature, []).append(rest)
             picked |= score.token_logprobs
-            if weights is None or score.weights is None:
-                weights = weights or score.weights
+            at, own = objective.temperatures[0], score.weights
+            if own is None:
                 continue
-            both = rec.temp(weights.shape, name="weights")
-            rec.dispatch(add_forward, weights, score.weights, both, size=both.size)
-            weights = both
+            if at in weights:
+                both = rec.temp(own.shape, name="weights")
+                rec.dispatch(add_forward, weights[at], own, both, size=both.size)
+                own = both
+            weights[at] = own
         return SweepGradient(weights, rests, picked)
 
     def storages(self) -> set[Storage]:

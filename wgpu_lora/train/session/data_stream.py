@@ -122,6 +122,10 @@ class DataStream:
         """Number of tokens or groups that the loss of these samples is averaged over."""
         return self.trained_tokens(samples) if self.objective.unit == "token" else len(samples)
 
+    def sampling_metrics(self) -> dict[str, float]:
+        """What is logged of the completions that a step trains on, if the objective samples them."""
+        return {}
+
     def groups(self, step: Step, slot: int = 0) -> list[list[Group]]:
         """The micro-batches of a step, weighted so that their losses sum to its mean."""
         weight = 1 / self.units(step.samples)

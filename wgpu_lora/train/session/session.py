@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.gpu.tiling_check import check_tilings
 from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
 from wgpu_lora.gpu.verdicts import verdicts_of
+from wgpu_lora.infer.engine import Engine
 from wgpu_lora.memory_leases import claim, is_unified
 from wgpu_lora.models.adapter_set import AdapterSet, Norms, SlotSpec, fix_gains
 from wgpu_lora.models.batch_inputs import Segment, Tables
@@ -35,6 +36,20 @@ from wgpu_lora.train.session.live_teachers import LiveTeacher, Teachers
 from wgpu_lora.train.session.optimizer_update import Optimizer
 
 ADVISED = ("per_device_train_batch_size", "max_length")  # if a plan exceeds the device's limits
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The sizes of an engine that samples completions.
+
+    sequences: that run together. tokens: of the longest, with its prompt. temperature: of log-probabilities.
+    """
+
+    sequences: int
+    tokens: int
+    temperature: float
+
+
 GROUPS = ("base", "adapters", "reference", "optimizer", "activations", "workspace")
 
 
@@ -52,6 +67,7 @@ class Session:
         teachers: models that objectives learn from, by slot.
         mismatched: tokens of the longest mismatched row (`DataStream.longest_mismatched`), 0 if there are none.
         positions: length of the longest row.
+        sampling: what completions are sampled with, None for no sampling.
         compute_dtype: type that the inputs of frozen matmuls are rounded to (see ops.half).
         saving: how activations are stored for the backward pass.
     """
@@ -74,6 +90,7 @@ class Session:
         references: Mapping[int, SlotSpec] | None = None,
         mismatched: int = 0,
         teachers: Mapping[int, LiveTeacher] | None = None,
+        sampling: Sampling | None = None,
     ):
         self.model = model
         self.compute_dtype = compute_dtype
@@ -98,6 +115,12 @@ class Session:
         self.norms = Norms(model, trained) if isinstance(trained, AdapterSet) and trained.gains else None
         sizes = [*self.steps, *([eval_tokens] if eval_tokens else [])]
         self.teachers = Teachers(model, teachers or {}, sizes, positions, self.tables, compute_dtype, frozen)
+        self.engine: Engine | None = None  # samples completions, with the adapters in training
+        if sampling:
+            self.engine = Engine(
+                model, adapters=self.adapters, max_model_len=sampling.tokens, max_num_seqs=sampling.sequences,
+                temperature=sampling.temperature, planned=True,
+            )  # fmt: skip
         self.built: set[int] = set()
         self.choices = NO_CHOICES
         self._claim = ExitStack()
@@ -116,7 +139,8 @@ class Session:
         longest = [self.heldout.tokens] if self.heldout else []
         if any(objective.reference for objective in self._objectives):
             buckets = [*sizes, *longest, *([mismatched] if mismatched > max([*sizes, *longest]) else [])]
-            self.frozen = Scorer(self.model, self.references, buckets, *rest, "reference")
+            degrees = sorted({o.temperatures[0] for o in self._objectives if o.reference})
+            self.frozen = Scorer(self.model, self.references, buckets, *rest, "reference", degrees)
         if any(objective.needs_kl_rows for objective in self._objectives):
             self.current = Scorer(self.model, self.trained, [max([mismatched, *sizes, *longest])], *rest, "mismatched")
 
@@ -144,11 +168,13 @@ class Session:
         frozen = self.references.storages() if self.references else set()
         scorers = (scorer.storages() for scorer in self._scorers())
         result |= self.norms.program.persistent_storages() if self.norms else set()
+        result |= self.engine.storages() if self.engine else set()
         shared = self.totals.storages() | frozen | self.teachers.storages()
         return result.union(shared, *(batch.storages() for batch in batches), *scorers)
 
     def _arena_sizes(self, on_host: bool = False) -> list[int]:
-        return Arena.sizes_for([program.plan(on_host) for program in self.programs()])
+        sampling = self.engine.all_programs() if self.engine else []  # never beside a step, so the larger is planned
+        return Arena.sizes_for([program.plan(on_host) for program in (*self.programs(), *sampling)])
 
     @with_option_advice(*ADVISED)
     def memory(self) -> MemoryPlan:
@@ -199,6 +225,8 @@ class Session:
             self.norms.measure()
         self.optimizer.initialise(self.device)
         self.tables.upload(self.device)
+        if self.engine:
+            self.engine.place(self.arena)
 
     def begin(self) -> None:
         """Zero the totals of a step, and compute DoRA's norms; the last update has zeroed the gradients."""
@@ -218,10 +246,10 @@ class Session:
 
     def with_reference_logprobs(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with the log-probabilities of their answers under their reference, if they need them."""
-        open = [i for i, g in enumerate(groups) if self._objectives[g.slot].reference and g.reference is None]
+        open = [i for i, group in enumerate(groups) if not self._objectives[group.slot].has_reference(group)]
         result = list(groups)
         for i, logprobs in zip(open, self._frozen_logprobs([groups[i].segments for i in open]), strict=True):
-            result[i] = replace(groups[i], reference=self._objectives[groups[i].slot].sums(logprobs))
+            result[i] = self._objectives[groups[i].slot].referenced(groups[i], logprobs)
         return result
 
     def with_kl_estimate(self, batches: Sequence[Sequence[Group]]) -> list[list[Group]]:
@@ -245,8 +273,14 @@ class Session:
         if not samples:
             return []
         assert self.frozen is not None
-        slots = self._frozen_slots
-        return self.frozen.logprobs([[replace(one, slot=slots.get(one.slot)) for one in sample] for sample in samples])
+        slots, objectives = self._frozen_slots, self._objectives
+        degrees = [objectives[sample[0].slot or 0].temperatures[0] for sample in samples]
+        placed = [[replace(one, slot=slots.get(one.slot)) for one in sample] for sample in samples]
+        return self.frozen.logprobs(placed, degrees)
+
+    def reference_logprobs(self, segments: Sequence[Segment]) -> list[np.ndarray]:
+        """The log-probabilities of each segment's targets under the reference of its slot."""
+        return [logprobs[0] for logprobs in self._frozen_logprobs([[segment] for segment in segments])]
 
     def release_references(self) -> None:
         """Free what only the reference passes need, if no step has any: all references have been precomputed."""

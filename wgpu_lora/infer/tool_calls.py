@@ -1,4 +1,4 @@
-"""Calls of tools in an answer's text, as families of models write them, and grammars that force one.
+"""Calls of tools in an answer's text, as families of models write them.
 
 | family | form |
 | --- | --- |
@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer.answers import overlap
-from wgpu_lora.serve.grammars import JSON, schema_grammar
-from wgpu_lora.serve.schema import Json, Tool
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
+Json = dict[str, Any]
 CALL, END_CALL, CALLS, ARGS, PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"
 MARKERS = (CALL, END_CALL, CALLS, ARGS, PYTHON)
 
@@ -129,28 +127,3 @@ def tool_call(name: Any, arguments: Any) -> Json:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     (name + text).encode()  # half of a surrogate pair cannot be sent
     return {"id": f"call_{token_hex(12)}", "type": "function", "function": {"name": name, "arguments": text}}
-
-
-def call_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Tokenizer) -> str:
-    """A grammar, in Lark's notation, of one call of these tools, or of several."""
-    lines = []
-    for number, tool in enumerate(tools):
-        head = f'{{"name": {json.dumps(tool.function.name)}, "{form.arguments}": '
-        schema = tool.function.parameters or {"type": "object", "properties": {}}
-        schema_grammar(schema)  # for its limits
-        lines += [f'call_{number}: {json.dumps(head)} arguments_{number} "}}"']
-        lines += [f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': JSON})}"]
-    any_call = " | ".join(f"call_{number}" for number in range(len(tools)))
-
-    def marker(text: str) -> str:
-        token = tokenizer.token_id(text)
-        return f"<[{token}]>" if token in tokenizer.special_ids else json.dumps(text)
-
-    if form is HERMES:
-        lines += [f'one: {marker(CALL)} "\\n" any "\\n" {marker(END_CALL)}']
-        start = 'one ("\\n" one)*' if several else "one"
-    elif form is MISTRAL:
-        start = f'{marker(CALLS)} "[" any {"(" + json.dumps(", ") + " any)*" if several else ""} "]"'
-    else:
-        start = "any"
-    return "\n".join([f"start: {start}", f"any: {any_call}", *lines])

@@ -1,0 +1,148 @@
+"""Reward functions: the built-in ones, those of files, and what becomes of ones that fail."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.rewards.builtin_rewards import BUILT_IN
+from wgpu_lora.rewards.reward_functions import RewardFunctions
+
+CODE = """
+import asyncio, os, time
+def lengths(completions, **columns):
+    print("printed by a reward function")
+    return [len(text) for text in completions]
+async def targets(prompts, completions, target, **columns):
+    await asyncio.sleep(0)
+    return [None if wanted is None else text == wanted for text, wanted in zip(completions, target)]
+def broken(completions, **columns):
+    raise KeyError("missing column")
+def short(completions, **columns):
+    return [1.0]
+def infinite(completions, **columns):
+    return [float("nan"), 2]
+def slow(completions, **columns):
+    time.sleep(60)
+def dead(completions, **columns):
+    os._exit(3)
+number = 5
+"""
+COLUMNS: list[dict[str, Any]] = [{"prompt": "p", "target": "ab"}, {"prompt": "q"}]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "rewards.py"
+    path.write_text(CODE)
+    return path
+
+
+def test_functions_of_a_file_get_the_rows_columns(file: Path) -> None:
+    functions = RewardFunctions(f"{file}:lengths, {file}:targets", "1,0.5")
+    functions.load()
+    rewards = functions.score(["p", "q"], ["ab", "abc"], [[1], [2, 3]], COLUMNS)
+    np.testing.assert_array_equal(rewards.values, [[2, 1], [3, np.nan]])
+    assert not rewards.failed
+    assert functions.names == ["lengths", "targets"]
+    np.testing.assert_array_equal(functions.weights, [1, 0.5])
+    functions.close()
+
+
+def test_a_function_that_fails_costs_its_rows(file: Path) -> None:
+    """Also one that takes too long, or ends the process; those after it still count."""
+    names = ["broken", "short", "infinite", "slow", "dead", "lengths"]
+    functions = RewardFunctions(",".join(f"{file}:{name}" for name in names), seconds=1.5)
+    rewards = functions.score(["p", "q"], ["ab", "abc"], [[1], [2, 3]], COLUMNS)
+    functions.close()
+    assert np.isnan(rewards.values[:, [0, 1, 3, 4]]).all()
+    np.testing.assert_array_equal(rewards.values[:, [2, 5]], [[np.nan, 2], [2, 3]])
+    assert rewards.failed == {"broken": 2, "short": 2, "infinite": 1, "slow": 2, "dead": 2}
+    assert rewards.reasons["broken"] == "KeyError: 'missing column'"
+    assert rewards.reasons["short"] == "it gave 1 rewards for 2 completions"
+    assert rewards.reasons["slow"] == "it took more than 1.5 seconds"
+    assert rewards.reasons["dead"] == "it ended with exit code 3"
+
+
+def test_wrong_names_are_refused(file: Path, tmp_path: Path) -> None:
+    for wrong, text in {
+        "nothing": r"has no built-in 'nothing': give FILE.py:NAME, or one of accuracy, check",
+        f"{tmp_path}/none.py:f": r"there is no file .*none.py",
+        f"{file}:2x": r"'2x' is not the name of a function",
+        "accuracy,accuracy": r"two functions named 'accuracy'",
+        " ,": r"is empty",
+    }.items():
+        with pytest.raises(UserError, match=text):
+            RewardFunctions(wrong)
+    for weights in ("1", "1,x", "1,inf"):
+        with pytest.raises(UserError, match=r"must be 2 numbers with commas"):
+            RewardFunctions("accuracy,check", weights)
+    (tmp_path / "invalid.py").write_text("def f(:\n")
+    for wrong, text in {
+        f"{file}:number": r"has no function 'number'",
+        f"{file}:absent": r"has no function 'absent'",
+        f"{tmp_path}/invalid.py:f": r"cannot be loaded \(SyntaxError",
+        "length": r"The reward length needs a number above 0",
+        "regex:(": r"cannot be loaded",
+    }.items():
+        functions = RewardFunctions(wrong)
+        with pytest.raises(UserError, match=text):
+            functions.load()
+        functions.close()
+
+
+def rewards_of(name: str, completions: list[Any], **columns: Any) -> list[float | None]:
+    kind, _, argument = name.partition(":")
+    function = BUILT_IN[kind](argument or None)
+    ids = [list(range(len(text.split()))) for text in completions if isinstance(text, str)]
+    found = function(prompts=["p"] * len(completions), completions=completions, completion_ids=ids, **columns)
+    return list(found)
+
+
+def test_answers_are_compared_as_numbers_or_texts() -> None:
+    answers = ["1,000", "x  Y", r"\frac{1}{2}", None, "7"]
+    texts = ["#### 1000.0", "X y.", r"so \boxed{\frac{1}{2}}.", "8", "<think>7</think> 8"]
+    assert rewards_of("accuracy", texts, answer=answers) == [1, 1, 1, None, 0]
+    assert rewards_of("accuracy:solution", [[{"role": "assistant", "content": "5"}]], solution=["5"]) == [1]
+    assert rewards_of("accuracy", ["5"]) == [None]
+
+
+def test_code_is_checked_in_the_sandbox() -> None:
+    good = "Here:\n```python\ndef f(x):\n    return x + 1\n```"
+    texts, checks = [good, good.replace("+ 1", "+ 2"), good], ["assert f(1) == 2", "assert f(1) == 2", None]
+    assert rewards_of("check", texts, check=checks) == [1, 0, None]
+
+
+def test_json_is_validated(tmp_path: Path) -> None:
+    texts = ['{"a": 1}', '```json\n{"a": "x"}\n```', "no"]
+    assert rewards_of("json_schema", texts) == [1, 1, 0]
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    assert rewards_of("json_schema", texts, schema=[schema] * 3) == [1, 0, 0]
+    (tmp_path / "schema.json").write_text('{"required": ["b"]}')
+    assert rewards_of(f"json_schema:{tmp_path / 'schema.json'}", texts) == [0, 0, 0]
+
+
+def test_formats_and_lengths() -> None:
+    assert rewards_of("regex:^a.c$", ["a\nc", "abcd"]) == [1, 0]
+    assert rewards_of("regex:x", ["x", "b"], pattern=[None, "b+"]) == [1, 1]
+    assert rewards_of("regex", ["x"]) == [None]
+    assert rewards_of("length:4", ["a b c d", "a b", "a " * 9]) == [1, 0.5, 0]
+    assert rewards_of("overlong:4/2", ["a b", "a b c", "a b c d", "a " * 9]) == [0, -0.5, -1, -1]
+    assert rewards_of("think_format", ["<think>a</think>b", "b", "<think><think></think>"]) == [1, 0, 0]
+    found = rewards_of("repetition:2", ["a b a b a b", "a b c", "a"])
+    assert found[0] is not None
+    assert math.isclose(found[0], 2 / 5 - 1)
+    assert found[1:] == [0, 0]
+
+
+def test_a_functions_text_goes_to_standard_error(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    functions = RewardFunctions(f"{file}:lengths")
+    functions.score(["p"], ["a"], [[1]], [{}])
+    functions.close()
+    assert "printed by a reward function" in textwrap.dedent(capfd.readouterr().err)

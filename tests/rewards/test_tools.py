@@ -1,0 +1,124 @@
+"""Tools: their schemas and calls, and the turns behind them in the words of families of models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.serving import demo_tokenizer
+from support.sources import written
+from support.tool_templates import TEMPLATES
+
+from wgpu_lora.assets import DEMO_MODEL
+from wgpu_lora.errors import UserError
+from wgpu_lora.rewards.tools import Tools
+from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.session.tool_turns import ToolTurns
+
+FUNCTIONS = """
+def add(a: int, b: int = 1) -> int:
+    'The sum of two numbers.'
+    print('out of band')
+    return a + b
+async def shout(text: str):
+    return text.upper()
+def broken():
+    raise KeyError('no such thing')
+def slow():
+    import time
+    time.sleep(60)
+def untyped(a: object()):
+    pass
+"""
+
+
+def tools(place: Path, *names: str, seconds: float = 20.0) -> Tools:
+    (place / "tools.py").write_text(FUNCTIONS)
+    return Tools(",".join(f"{place / 'tools.py'}:{name}" for name in names), seconds)
+
+
+def test_calls_and_their_failures(tmp_path: Path) -> None:
+    made = tools(tmp_path, "add", "shout", "broken")
+    add = made.schemas[0]["function"]
+    assert (add["name"], add["description"]) == ("add", "The sum of two numbers.")
+    assert add["parameters"]["required"] == ["a"]
+    assert add["parameters"]["properties"]["b"]["type"] == "integer"
+    assert made.call("add", {"a": 3, "b": "4"}) == ("7", False)
+    assert made.call("shout", {"text": "a"}) == ("A", False)
+    for name, arguments, text in [
+        ("broken", {}, "KeyError"),
+        ("add", {}, "Missing required argument"),
+        ("add", {"a": "x"}, "valid integer"),
+        ("other", {}, "there is no tool 'other', but add, shout, broken"),
+    ]:
+        result, failed = made.call(name, arguments)
+        assert failed
+        assert text in json.loads(result)["error"]
+        assert "errors.pydantic.dev" not in result
+    made.close()
+    slow = tools(tmp_path, "slow", "add", seconds=0.5)
+    assert "took more than 0.5 seconds" in slow.call("slow", {})[0]
+    assert slow.call("add", {"a": 1}) == ("2", False)
+    slow.close()
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_turns_behind_calls(family: str, tmp_path: Path) -> None:
+    tokenizer = demo_tokenizer(TEMPLATES[family])
+    call = {"hermes": '<tool_call>{"name": "add", "arguments": {"a": 20}}</tool_call>',
+            "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 20}}]',
+            "llama": '{"name": "add", "parameters": {"a": 20}}'}[family]  # fmt: skip
+    made = ToolTurns(tools(tmp_path, "add"), tokenizer, most=1)
+    turns: list[dict[str, Any]] = []
+    stop = tokenizer.token_id("<|im_end|>")
+    assert stop is not None
+    more = made.follow(turns, [*tokenizer.encode(call), stop], True)
+    expected = "\n<|im_start|>tool\n21<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(more, skip_special_tokens=False) == expected
+    assert [turn["role"] for turn in turns] == ["assistant", "tool"]
+    assert turns[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 20}}
+    assert turns[1]["content"] == "21"
+    assert made.follow(turns, [*tokenizer.encode(call), stop], True) == []  # beyond `most`
+    assert made.follow(turns, tokenizer.encode("It is 21."), False) == []
+    assert turns[-1] == {"role": "assistant", "content": "It is 21."}
+    assert (made.counts(), made.counts()) == ((1, 0), (0, 0))
+    made.close()
+
+
+def test_a_run_with_tools(tmp_path: Path) -> None:
+    """Prompts have the tools; models without them, and prompts that are texts, are refused."""
+    (tmp_path / "tools.py").write_text(FUNCTIONS)
+    rows = [{"messages": [{"role": "user", "content": f"What is {n} + {n}?"}], "answer": str(2 * n)} for n in range(4)]
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in DEMO_MODEL.iterdir():
+        (model / file.name).symlink_to(file)
+    options: dict[str, Any] = {
+        "model": str(model), "data": str(written(tmp_path / "rows.jsonl", rows)), "output": str(tmp_path / "run"),
+        "objective": "grpo", "reward_funcs": "accuracy", "tools": f"{tmp_path / 'tools.py'}:add", "max_steps": 2,
+        "max_completion_length": 16, "num_generations": 2, "gradient_accumulation_steps": 4, "save_steps": 0,
+    }  # fmt: skip
+    with pytest.raises(UserError, match="has no tools"):
+        prepare_job(TrainingArguments(**options))
+    (model / "chat_template.jinja").unlink()
+    (model / "chat_template.jinja").write_text(TEMPLATES["hermes"])
+    job = prepare_job(TrainingArguments(**options))
+    run = job.run
+    assert run.rollouts
+    assert run.rollouts.tokenizer
+    prompt = run.rollouts.tokenizer.decode(run.stream.prepared.rows[0].input_ids, skip_special_tokens=False)
+    assert '"description": "The sum of two numbers."' in prompt
+    assert job.train().state.step == 2
+    texts = str(written(tmp_path / "texts.jsonl", [{"prompt": "What?"}] * 4))
+    for changes, text in [
+        ({"data": texts}, "tools are called in conversations"),
+        ({"tools": f"{tmp_path / 'tools.py'}:nothing"}, "cannot be loaded"),
+        ({"tools": f"{tmp_path / 'tools.py'}:untyped"}, "have no JSON schema"),
+        ({"tools": "add"}, "give functions as FILE.py:NAME"),
+        ({"tools": " , "}, "is empty"),
+    ]:
+        with pytest.raises(UserError, match=text):
+            prepare_job(TrainingArguments(**options | changes, overwrite=True))

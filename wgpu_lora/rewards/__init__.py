@@ -1,0 +1,1 @@
+"""Rewards of completions: functions from Python files and built-in ones, in a child process."""

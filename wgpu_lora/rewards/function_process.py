@@ -1,0 +1,102 @@
+"""The child process of a run's own functions, and what it is asked."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.assets import ROOT
+from wgpu_lora.child_process import PATIENCE, ChildEnded, ChildProcess
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.spelling import flag
+from wgpu_lora.rewards.function_child import FILE
+
+START = 60.0  # seconds to import a function's file
+_COMMAND = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from wgpu_lora.rewards.function_child import main; main()"
+)
+
+
+class FunctionProcess:
+    """Calls functions in a child process, which is started when it is needed, and ended when a call takes too long.
+
+    Args:
+        seconds: that a call may take.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._child: ChildProcess | None = None
+        self._loaded: set[str] = set()  # functions that the child has
+
+    def load(self, function: str, option: str) -> None:
+        """Load a function that an option names. Raises UserError if it cannot be."""
+        reply = self.ask(function)
+        if "error" in reply:
+            raise UserError(
+                f"{flag(option)}: {function:.200} cannot be loaded ({reply['error'].removesuffix('.')}): correct it."
+            )
+
+    def ask(self, function: str, **message: Any) -> dict[str, Any]:
+        """The child's answer (see `function_child`), or {"error": ...}. Without a message, the function is loaded.
+
+        The start of the child and the import of the function have a time of their own.
+        """
+        if self._child is None or not self._child.running:
+            self._child, self._loaded = None, set()
+        if function not in self._loaded:
+            reply = self._answer({"function": function}, START)
+            if "error" in reply:
+                return reply
+            self._loaded.add(function)
+        return self._answer({"function": function, **message}, self.seconds) if message else {}
+
+    def _answer(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        begin = time.monotonic()
+        try:
+            if self._child is None:
+                paths = json.dumps([*sys.path, str(ROOT)])
+                self._child = ChildProcess([sys.executable, "-c", _COMMAND, paths], stderr=2)
+            with self._child.within(seconds / PATIENCE):
+                self._child.send(message)
+                reply: dict[str, Any] = self._child.receive()
+                return reply
+        except ChildEnded as error:
+            late = time.monotonic() - begin >= seconds
+            return {"error": f"it took more than {seconds:g} seconds" if late else str(error)}
+
+    def close(self) -> None:
+        if self._child:
+            self._child.end()
+            self._child = None
+
+
+def function_list(text: str, option: str) -> list[str]:
+    """The functions that an option names, separated by commas. Raises UserError if there is none."""
+    result = [part.strip() for part in text.split(",") if part.strip()]
+    if not result:
+        raise UserError(f"{flag(option)} is empty: name at least one function.")
+    return result
+
+
+def function_name(function: str, option: str) -> str | None:
+    """NAME of FILE.py:NAME; None if it is not of this form. Raises UserError if it is wrong."""
+    before, colon, name = function.partition(FILE + ":")
+    if not colon:
+        return None
+    if not Path(before + FILE).is_file():
+        raise UserError(f"{flag(option)}: there is no file {before + FILE!s:.200}: correct the path.")
+    if not name.isidentifier():
+        raise UserError(f"{flag(option)}: {name!r:.80} is not the name of a function: give FILE.py:NAME.")
+    return name
+
+
+def distinct(names: Sequence[str], option: str) -> None:
+    """Raise UserError if two functions have the same name."""
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{flag(option)} has two functions named {name!r:.80}: rename one of them.")

@@ -1,0 +1,61 @@
+"""Python functions that a model may call in its answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.spelling import flag
+from wgpu_lora.rewards.function_process import FunctionProcess, distinct, function_list, function_name
+
+OPTION = "tools"
+
+
+class Tools:
+    """Functions that run in a child process, as reward functions do.
+
+    schemas: as the chat template takes them, with the JSON schema of each function's parameters from its annotations,
+    and its docstring as the description.
+
+    Args:
+        functions: FILE.py:NAME, separated by commas.
+        seconds: that a call may take.
+
+    Raises:
+        UserError: a function cannot be loaded, or has parameters that JSON has no schema for.
+    """
+
+    def __init__(self, functions: str, seconds: float):
+        self._functions: dict[str, str] = {}
+        listed = function_list(functions, OPTION)
+        for function in listed:
+            name = function_name(function, OPTION)
+            if name is None:
+                raise UserError(f"{flag(OPTION)} has {function!r:.80}: give functions as FILE.py:NAME.")
+            self._functions[name] = function
+        distinct([function.rpartition(":")[2] for function in listed], OPTION)
+        self._process = FunctionProcess(seconds)
+        self.schemas: list[dict[str, Any]] = []
+        for name, function in self._functions.items():
+            self._process.load(function, OPTION)
+            reply = self._process.ask(function, schema=True)
+            if "error" in reply:
+                raise UserError(
+                    f"{flag(OPTION)}: the parameters of {name} have no JSON schema ({reply['error']}): annotate them."
+                )
+            self.schemas.append({"type": "function", "function": {"name": name, **reply}})
+        self.close()  # until the first call
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+        """(What a function returns, as text; whether it failed, with the reason as JSON, as in TRL)."""
+        function = self._functions.get(name)
+        if function is None:
+            reply = {"error": f"there is no tool {name!r:.80}, but {', '.join(self._functions)}"}
+        else:
+            reply = self._process.ask(function, call=dict(arguments))
+        return (json.dumps(reply), True) if "error" in reply else (reply["result"], False)
+
+    def close(self) -> None:
+        self._process.close()
