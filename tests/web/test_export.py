@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +15,14 @@ from support.cli import Run, commands
 from support.gguf_models import make_model
 
 from wgpu_lora.assets import DEMO_MODEL
+from wgpu_lora.errors import UserError
 from wgpu_lora.export.gguf_export import export_model
 from wgpu_lora.gpu.backends import DAWN, tint_text
 from wgpu_lora.gpu.device import Device, DeviceOptions
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.web import recording
 from wgpu_lora.web.recording import web_capabilities, web_device
+from wgpu_lora.web.server import site_server
 from wgpu_lora.web.site import SCHEMA, VERSION, WebModel, WebOptions
 
 SIZES = (0, 4, 8, 16, 32)  # of subgroups
@@ -84,6 +88,26 @@ def test_refusals(run: Run, tmp_path: Path, options: tuple[str, ...], sentence: 
 
 def test_web_refuses_what_is_no_site(run: Run, tmp_path: Path) -> None:
     assert "give a directory that 'wgpu-lora export web' has written" in run("web", str(tmp_path)).refusal()
+
+
+def test_modules_are_served_as_such(tmp_path: Path) -> None:
+    for name in ("model.json", "page.js", "tokenizers.mjs"):
+        (tmp_path / name).write_text("{}")
+    with site_server(tmp_path) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            for name in ("page.js", "tokenizers.mjs"):
+                with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/{name}") as answer:
+                    assert answer.headers["Content-Type"] == "text/javascript"
+            with (
+                pytest.raises(UserError, match="choose another with --port"),
+                site_server(tmp_path, server.server_port),
+            ):
+                pass
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 # -- Tint --------------------------------------------------------------------------------------------------------------

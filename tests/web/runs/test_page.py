@@ -83,7 +83,7 @@ class Trained(NamedTuple):
     heldout: list[float]
     files: dict[str, bytes]
     answers: list[str]
-    profile: Browser
+    page: Browser
     url: str
 
 
@@ -135,7 +135,7 @@ def test_the_numbers_are_those_of_another_driver(trained: Trained, tmp_path: Pat
 
 
 def test_nothing_leaves_the_page(trained: Trained) -> None:
-    page = trained.profile
+    page = trained.page
     assert page.errors == []
     assert page.requests
     assert all(request.startswith((trained.url, "blob:")) for request in page.requests)
@@ -163,7 +163,7 @@ def test_the_adapter_is_loaded_by_others(trained: Trained, tmp_path: Path) -> No
 
 
 def test_an_adapter_is_loaded_again(trained: Trained, tmp_path: Path) -> None:
-    page, path = trained.profile, tmp_path / "adapter_model.safetensors"
+    page, path = trained.page, tmp_path / "adapter_model.safetensors"
     path.write_bytes(trained.files[path.name])
     page.evaluate("await app.trainer.restore({ ...app.trainer, state: app.initial })")  # forgets it
     load(page, path)
@@ -198,7 +198,7 @@ def error_of(page: Browser) -> str:
     ],
 )
 def test_rows_that_cannot_be_read(trained: Trained, rows: str, sentence: str) -> None:
-    page = trained.profile
+    page = trained.page
     use_rows(page, [rows])
     page.wait_for("!document.getElementById('error').hidden")
     assert sentence in error_of(page)
@@ -236,7 +236,7 @@ def test_tokens_and_labels_are_those_of_the_package(trained: Trained, template: 
                 isinstance(row.get("prompt"), str)]  # fmt: skip
     examples = [row for row in examples if template != "none" or "messages" not in row]
     facts = json.dumps(tokenizer_facts(tokenizer))
-    made = trained.profile.evaluate(
+    made = trained.page.evaluate(
         "const { Text } = await import('./rows.js'), { Tokenizer } = await import('./vendor/tokenizers.mjs');"
         f"const text = new Text(app.text.tokenizer, {facts});"
         f"return {json.dumps(examples)}.map(row => text.tokenize(row)).map(({{ ids, labels }}) => [ids, labels])"
@@ -323,16 +323,58 @@ def test_what_a_page_lacks_is_said(other: Browser, site: Path, tmp_path: Path, d
     page.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script)
 
 
+def test_a_device_is_measured(other: Browser, site: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "site"
+    shutil.copytree(site, copy)
+    model = json.loads((copy / "model.json").read_text())
+    model["bricks"] = [one for one in model["bricks"] if one["kernel"] in ("nf4_matmul", "attention_forward")][:3]
+    (copy / "model.json").write_text(json.dumps(model))
+    with served(copy) as url:
+        other.open(f"{url}/measure.html")
+        other.wait_for(f"{element('measure')}?.disabled === false")
+        other.evaluate(f"{element('measure')}.click()")
+        other.wait_for("globalThis.measured", PATIENCE)
+        result = other.evaluate("return globalThis.measured")
+        other.screenshot(screenshots(tmp_path) / "measure.png", width=360, height=740)
+        assert other.evaluate("return document.documentElement.scrollWidth <= innerWidth")
+    *bricks, step = result["results"]
+    assert [brick["calls"] for brick in bricks] == [brick["calls"] for brick in model["bricks"]]
+    assert step["name"] == "training step"
+    assert 0 < sum(brick["calls"] * brick["seconds"] for brick in bricks) < 2 * step["seconds"]
+    assert (result["device"], result["tokens"]) == ("google swiftshader", OPTIONS["tokens"])
+
+
+def test_kernels_of_the_size_of_subgroups(trained: Trained, other: Browser, tmp_path: Path) -> None:
+    """SwiftShader has subgroups of 4: the page chooses their kernels, which round otherwise."""
+    sizes = WebOptions(**OPTIONS, subgroup_sizes=(4, 8))
+    write_site(open_model("demo", web_device()), sizes, tmp_path / "site")
+    with served(tmp_path / "site") as url:
+        other.open(url)
+        other.wait_for(READY)
+        assert "subgroups of 4" in other.text()
+        use_rows(other, DEMO_TRAIN.read_text().splitlines(keepends=True)[:ROWS])
+        code = "const { Trainer } = await import('./training.js');"
+        code += f"const trainer = new Trainer(app.player, app.rows.slice(0, -{HELD_OUT}), {{ steps: {STEPS} }});"
+        loss = other.evaluate(f"{code} return (await trainer.train()).loss")
+    assert loss == pytest.approx(trained.losses[0], abs=1e-5)
+
+
 @pytest.fixture(scope="module")
 def other() -> Iterator[Browser]:
     with browser() as page:
         yield page
 
 
+def screenshots(directory: Path) -> Path:
+    """Where they go: to look at, if the environment says so."""
+    result = Path(os.environ.get("WGPU_LORA_SCREENSHOTS") or directory)
+    result.mkdir(exist_ok=True)
+    return result
+
+
 def test_looks(trained: Trained, tmp_path: Path) -> None:
     """No sideways scrolling at 360 pixels, in both colours; every control has a name, and the keyboard reaches it."""
-    page, shots = trained.profile, Path(os.environ.get("WGPU_LORA_SCREENSHOTS") or tmp_path)
-    shots.mkdir(exist_ok=True)
+    page, shots = trained.page, screenshots(tmp_path)
     for name, options in (("light", {}), ("dark", {"dark": True}), ("narrow", {"width": 360, "height": 740})):
         page.screenshot(shots / f"{name}.png", **options)
         assert page.evaluate("return document.documentElement.scrollWidth <= innerWidth")
