@@ -101,7 +101,7 @@ def test_modules_are_served_as_such(tmp_path: Path) -> None:
                 with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/{name}") as answer:
                     assert answer.headers["Content-Type"] == "text/javascript"
             with (
-                pytest.raises(UserError, match="choose another with --port"),
+                pytest.raises(UserError, match="choose another with port"),
                 site_server(tmp_path, server.server_port),
             ):
                 pass
