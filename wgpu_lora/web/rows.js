@@ -12,6 +12,8 @@ const ALPACA = "Below is an instruction that describes a task";
 export class Text {
   constructor(tokenizer, facts) {
     Object.assign(this, { tokenizer, facts });
+    for (const [text, ids] of facts.samples)
+      if (`${this.encode(text)}` !== `${ids}`) throw new PageError(`The page's tokenizer differs from the model's own at "${text.trim().slice(0, 20)}": train with wgpu-lora finetune.`);
     if (facts.template !== null) this.template = new Template(marked(facts.template));
   }
 

@@ -42,6 +42,12 @@ PAGE = Path(__file__).parent
 SHELL = (".html", ".css", ".js", ".mjs", ".svg", ".txt")
 PREFILL = (16, 128)  # rows of a prompt that are computed together
 EXAMPLE_ROWS = 200
+# Texts whose ids the page compares with its own, since its tokenizer is another implementation.
+SAMPLES = (
+    "Hello, world! The year is 2026, isn't it?",
+    "  naïve CAFÉ — 12345.67 %\n\n\tx = f(a[1], 'b')  # ok\r\n",
+    "日本語の文 한국어 Привет مرحبا 🙂👍🏽 e\u0301",
+)
 
 
 @dataclass(frozen=True)
@@ -293,6 +299,7 @@ def tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
         "special_texts": list(tokenizer.special_texts),
         "end_texts": list(tokenizer.end_texts),
         "prefix_ids": tokenizer.prefix_ids,
+        "samples": list(zip(SAMPLES, tokenizer.encode_all(list(SAMPLES)), strict=True)),
     }
 
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support import ROOT
+import tokenizers as huggingface
+from support import ROOT, tokenizers
 from support.browser import Browser, browser, served
 
 import wgpu_lora
@@ -244,6 +245,29 @@ def test_tokens_and_labels_are_those_of_the_package(trained: Trained, template: 
     for row, (ids, labels) in zip(examples, made, strict=True):
         [expected] = tokenize_example(parse_example(row), tokenizer)
         assert (ids, labels) == expected, row
+
+
+TEXTS = ["the the  the", "a  b\n\n c", "I'll they've 1 22 333 4444", '{"name": "Anna"}', "x<s>y</s> z", " lead",
+         "trail ", "", "HTTPServer fooBar", "½ ² ① ｆｕｌｌ", "a\u00a0b\u200b", "```py\nif x:\n    y\n```"]  # fmt: skip
+REFUSED = {"t5", "xlm-roberta", "albert", "words"}  # no decoders; the library normalises or splits otherwise
+
+
+@pytest.mark.parametrize("name", tokenizers.PIPELINES)
+def test_other_tokenizers(trained: Trained, name: str) -> None:
+    """The page gives the ids of the model's own tokenizer, or says that it does not."""
+    document = tokenizers.document(name)
+    tokenizer = Tokenizer(huggingface.Tokenizer.from_str(json.dumps(document)))
+    made = trained.page.evaluate(
+        "const { Text } = await import('./rows.js'), { Tokenizer } = await import('./vendor/tokenizers.mjs');"
+        f"const facts = {json.dumps(tokenizer_facts(tokenizer))};"
+        f"try {{ var text = new Text(new Tokenizer({json.dumps(document)}, facts.config), facts); }}"
+        "catch (error) { return error.message; }"
+        f"return {json.dumps(TEXTS)}.map(one => text.encode(one));"
+    )
+    if name in REFUSED:
+        assert made.startswith("The page's tokenizer differs from the model's own at")
+    else:
+        assert made == tokenizer.encode_all(TEXTS)
 
 
 def test_training_goes_on_without_a_network(site: Path, tmp_path: Path) -> None:
