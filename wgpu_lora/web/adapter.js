@@ -21,7 +21,8 @@ export async function adapterFiles(player) {
 
 // Writes an adapter_model.safetensors with the tensors of this page to the device.
 export function loadAdapter(player, buffer) {
-  const wrong = (why) => new PageError(`This file is not an adapter of ${player.model.model.name} as this page writes it (${why}): choose another.`);
+  const wrong = (why) =>
+    new PageError(`This file is not an adapter of ${player.model.model.name} as this page writes it (${why}): choose another.`);
   const size = buffer.byteLength < 8 ? 0 : Number(new DataView(buffer).getBigUint64(0, true));
   if (!size || size > buffer.byteLength - 8) throw wrong("it is damaged, or no safetensors file");
   let header;
@@ -32,7 +33,8 @@ export function loadAdapter(player, buffer) {
   }
   const writes = player.model.adapter.tensors.map((tensor) => {
     const entry = header?.[tensor.name], [start, stop] = entry?.data_offsets ?? [];
-    if (entry?.dtype !== "F32" || `${entry.shape}` !== `${tensor.shape}`) throw wrong(`it lacks ${tensor.name} of ${tensor.shape.join(" x ")} in float32`);
+    if (entry?.dtype !== "F32" || `${entry.shape}` !== `${tensor.shape}`)
+      throw wrong(`it lacks ${tensor.name} of ${tensor.shape.join(" x ")} in float32`);
     if (!(start >= 0 && stop - start === bytesOf(tensor) && 8 + size + stop <= buffer.byteLength)) throw wrong("it is cut off");
     const values = new Float32Array(buffer.slice(8 + size + start, 8 + size + stop));
     if (!values.every((value) => Math.abs(value) <= MOST)) throw wrong("it has values that are not finite");

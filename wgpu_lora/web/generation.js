@@ -9,7 +9,8 @@ export class Generator {
   }
 
   step(program, ids, position, adapted, picked) {
-    const { player } = this, { size } = program, count = ids.length, words = (fill) => Uint32Array.from({ length: size }, (_, i) => fill(i));
+    const { player } = this, { size } = program, count = ids.length;
+    const words = (fill) => Uint32Array.from({ length: size }, (_, i) => fill(i));
     player.write(program.ids, words((i) => ids[i] ?? 0));
     player.write(program.positions, words((i) => (i < count ? position + i : 0)));
     player.write(program.cache_rows, words((i) => (i < count ? position + i : NOWHERE)));

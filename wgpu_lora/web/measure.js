@@ -33,7 +33,8 @@ async function measure(player) {
   const show = (name, calls, time, work) => {
     const cells = [name, calls, (1e6 * time).toFixed(1), work ? ((2 * work) / time / 1e9).toFixed(1) : ""];
     results.push({ name, calls, seconds: time, ...(work ? { multiply_adds: work } : {}) });
-    $("results").insertRow().append(...cells.map((text, i) => Object.assign(document.createElement(i ? "td" : "th"), { textContent: text })));
+    const row = $("results").insertRow();
+    row.append(...cells.map((text, i) => Object.assign(document.createElement(i ? "td" : "th"), { textContent: text })));
   };
   await player.run("train"); // values that kernels meet in a step
   for (const [i, { kernel, dims, dispatch, calls, work }] of bricks.entries()) {

@@ -68,14 +68,16 @@ function useRows(source) {
   const { rows, notes } = readRows(source, app.text, app.model.training.tokens);
   app.rows = rows;
   const tokens = rows.reduce((sum, row) => sum + row.ids.length, 0), trained = rows.reduce((sum, row) => sum + trainedTokens(row), 0);
-  $("rows-count").textContent = [`${format(rows.length)} rows, ${format(tokens)} tokens, of which ${format(trained)} are trained`, ...notes].join("; ");
+  const counts = `${format(rows.length)} rows, ${format(tokens)} tokens, of which ${format(trained)} are trained`;
+  $("rows-count").textContent = [counts, ...notes].join("; ");
   $("heldout").value = Math.min(20, Math.floor(rows.length / 10));
   const trainer = new Trainer(app.player, trainingRows());
   $("steps").value = trainer.total;
   $("rate").value = trainer.schedule.learning_rate;
   $("shown").replaceChildren(...rows.slice(0, SHOWN).map(({ pieces }) => {
     const item = document.createElement("li");
-    item.append(...pieces.map(([text, trained]) => Object.assign(document.createElement(trained ? "mark" : "span"), { textContent: text })));
+    item.append(...pieces.map(([text, trained]) =>
+      Object.assign(document.createElement(trained ? "mark" : "span"), { textContent: text })));
     return item;
   }));
   $("preview").hidden = false;
@@ -95,7 +97,8 @@ function drawCurve(losses) {
     Object.entries(attributes).forEach(([key, value]) => element.setAttribute(key, value));
     return Object.assign(element, { textContent: text });
   };
-  const labels = [[45, y(most) + 4, format(most), "end"], [45, 194, format(least), "end"], [50, 212, "1", "start"], [590, 212, `step ${losses.length}`, "end"]];
+  const labels = [[45, y(most) + 4, format(most), "end"], [45, 194, format(least), "end"],
+    [50, 212, "1", "start"], [590, 212, `step ${losses.length}`, "end"]];
   $("curve").replaceChildren(
     make("path", { class: "axis", fill: "none", d: "M50 10V190H590" }),
     ...labels.map(([left, top, text, anchor]) => make("text", { x: left, y: top, "text-anchor": anchor }, text)),
@@ -114,7 +117,8 @@ async function train() {
   if (!app.rows) throw new PageError("There are no rows to train on: paste some, or choose a file.");
   if (!app.trainer || app.trainer.step >= app.trainer.total) {
     const [steps, rate] = [Number($("steps").value), Number($("rate").value)];
-    if (!(Number.isInteger(steps) && steps > 0 && rate > 0 && rate < 1)) throw new PageError("Steps must be a whole number above 0, and the learning rate between 0 and 1.");
+    if (!(Number.isInteger(steps) && steps > 0 && rate > 0 && rate < 1))
+      throw new PageError("Steps must be a whole number above 0, and the learning rate between 0 and 1.");
     app.trainer = new Trainer(app.player, trainingRows(), { steps, learningRate: rate });
     await exclusive(() => app.trainer.restore({ ...app.trainer, state: app.start }));
   }
@@ -148,8 +152,10 @@ function setRunning(running) {
 // -- questions and the adapter --------------------------------------------------------------------------------------
 
 async function ask() {
-  const ids = app.text.prompt($("question").value), options = { temperature: Number($("temperature").value), most: Number($("most").value) };
-  if (ids.length >= app.model.generation.context) throw new PageError(`The question has ${ids.length} tokens, but there is room for ${app.model.generation.context}: shorten it.`);
+  const ids = app.text.prompt($("question").value), { context } = app.model.generation;
+  const options = { temperature: Number($("temperature").value), most: Number($("most").value) };
+  if (ids.length >= context)
+    throw new PageError(`The question has ${ids.length} tokens, but there is room for ${context}: shorten it.`);
   stopped = false;
   [$("ask").disabled, $("stop").disabled] = [true, false];
   try {
@@ -228,8 +234,9 @@ async function start() {
   app.generator = new Generator(app.player, app.text);
   app.initial = app.start = await stateNow();
   $("loading").hidden = true;
-  const memory = format(modelBytes(app.model) / 2 ** 20), subgroups = opened.variant.subgroup_size;
-  $("status").textContent = `${name}, ${layers} layers in ${base_dtype}, on ${opened.name}: ${memory} MiB, ${subgroups ? `subgroups of ${subgroups}` : "no subgroups"}.`;
+  const memory = format(modelBytes(app.model) / 2 ** 20), size = opened.variant.subgroup_size;
+  const subgroups = size ? `subgroups of ${size}` : "no subgroups";
+  $("status").textContent = `${name}, ${layers} layers in ${base_dtype}, on ${opened.name}: ${memory} MiB, ${subgroups}.`;
   on("rows", "change", () => useRows($("rows").value));
   const take = async (file) => $("rows").disabled || useRows(($("rows").value = await file.text()));
   on("file", "change", async ({ target }) => {

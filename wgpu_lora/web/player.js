@@ -25,9 +25,9 @@ export async function openDevice(model, onLost) {
   const adapter = await navigator.gpu.requestAdapter({ powerPreference: "high-performance" });
   if (!adapter) throw new PageError("This browser offers no GPU to WebGPU: update the GPU's driver, or allow WebGPU in its settings.");
   const lacking = Object.entries(model.limits).filter(([name, least]) => adapter.limits[name] < least);
-  if (lacking.length)
-    throw new PageError("This GPU is too small for the model, which needs " +
-      lacking.map(([name, least]) => `${name} of ${least.toLocaleString("en")} (it has ${adapter.limits[name].toLocaleString("en")})`).join(" and ") + ".");
+  const number = (value) => value.toLocaleString("en");
+  const needs = lacking.map(([name, least]) => `${name} of ${number(least)} (it has ${number(adapter.limits[name])})`);
+  if (lacking.length) throw new PageError(`This GPU is too small for the model, which needs ${needs.join(" and ")}.`);
   const info = adapter.info ?? {}, features = ["timestamp-query"].filter((name) => adapter.features.has(name));
   const fixed = adapter.features.has("subgroups") && info.subgroupMinSize === info.subgroupMaxSize && info.subgroupMinSize;
   const variant = model.variants.find((one) => fixed && one.subgroup_size === fixed) ?? model.variants[0];
@@ -80,7 +80,8 @@ export class Player {
     if (await device.popErrorScope()) {
       this.close();
       const need = Math.ceil(modelBytes(model) / MEBIBYTE).toLocaleString("en");
-      throw new PageError(`The model needs ${need} MiB of the GPU's memory, more than this tab may have: close others, or use a smaller model.`);
+      throw new PageError(`The model needs ${need} MiB of the GPU's memory, more than this tab may have: ` +
+        "close others, or use a smaller model.");
     }
   }
 
@@ -145,8 +146,10 @@ export class Player {
       const pipeline = pipelines.get(shader), key = `${shader} ${parts}`;
       if (!groups.has(key)) {
         const entries = [];
-        for (let i = 0; i < parts.length; i += 3)
-          entries.push({ binding: i / 3, resource: { buffer: this.buffers[parts[i]], offset: parts[i + 1], size: (parts[i + 2] + 3) & ~3 } });
+        for (let i = 0; i < parts.length; i += 3) {
+          const [buffer, offset, bytes] = parts.slice(i, i + 3);
+          entries.push({ binding: i / 3, resource: { buffer: this.buffers[buffer], offset, size: (bytes + 3) & ~3 } });
+        }
         groups.set(key, this.device.createBindGroup({ layout: pipeline.getBindGroupLayout(0), entries }));
       }
       return [pipeline, groups.get(key), [x, y, z]];

@@ -12,8 +12,8 @@ const ALPACA = "Below is an instruction that describes a task";
 export class Text {
   constructor(tokenizer, facts) {
     Object.assign(this, { tokenizer, facts });
-    for (const [text, ids] of facts.samples)
-      if (`${this.encode(text)}` !== `${ids}`) throw new PageError(`The page's tokenizer differs from the model's own at "${text.trim().slice(0, 20)}": train with wgpu-lora finetune.`);
+    const wrong = facts.samples.find(([text, ids]) => `${this.encode(text)}` !== `${ids}`)?.[0].trim().slice(0, 20);
+    if (wrong) throw new PageError(`The page's tokenizer differs from the model's own at "${wrong}": train with wgpu-lora finetune.`);
     if (facts.template !== null) this.template = new Template(marked(facts.template));
   }
 
@@ -49,8 +49,8 @@ export class Text {
   }
 
   prompt(question) {
-    const opening = this.facts.prefix_ids;
-    return this.template ? this.encode(this.render([{ role: "user", content: question }], true).text) : [...opening, ...this.encode(question)];
+    if (!this.template) return [...this.facts.prefix_ids, ...this.encode(question)];
+    return this.encode(this.render([{ role: "user", content: question }], true).text);
   }
 
   // {ids, labels, pieces: [[text, trained]]} of a row.
@@ -61,7 +61,8 @@ export class Text {
     if (!answer.trim()) return { ids: [], labels: [], pieces: [] };
     const [head, tail] = prompt ? this.split(prompt, answer) : [[], this.encode(answer)];
     const opening = [...head, ...tail][0] === facts.prefix_ids[0] ? [] : facts.prefix_ids, ids = [...opening, ...head, ...tail];
-    if (facts.eos_id !== null && ids.at(-1) !== facts.eos_id && !(facts.eos_text && answer.trimEnd().endsWith(facts.eos_text))) ids.push(facts.eos_id);
+    const ended = ids.at(-1) === facts.eos_id || (facts.eos_text && answer.trimEnd().endsWith(facts.eos_text));
+    if (facts.eos_id !== null && !ended) ids.push(facts.eos_id);
     const untrained = prompt ? opening.length + head.length : 0;
     return { ids, labels: ids.map((id, i) => (i < untrained ? UNTRAINED : id)), pieces: [[prompt, false], [answer, true]] };
   }
@@ -106,7 +107,8 @@ export class Text {
 }
 
 function marked(source) {
-  const mark = (name, character) => [new RegExp(`\\{%([-+]?)\\s*${name}\\s*([-+]?)%\\}`, "g"), `{%$1 if true %}{{ '${character}' }}{% endif $2%}`];
+  const mark = (name, character) =>
+    [new RegExp(`\\{%([-+]?)\\s*${name}\\s*([-+]?)%\\}`, "g"), `{%$1 if true %}{{ '${character}' }}{% endif $2%}`];
   return [mark("generation", BEGIN), mark("endgeneration", END)].reduce((text, [tag, by]) => text.replace(tag, by), source);
 }
 
@@ -121,7 +123,8 @@ function exampleOf(row, template) {
     if (!template) throw wrong("the model has no chat template, so it takes no messages");
     if (!Array.isArray(messages) || !messages.every((one) => typeof one?.role === "string" && typeof one?.content === "string"))
       throw wrong("'messages' is not a list of objects with 'role' and 'content'");
-    const trained = messages.flatMap(({ role, content, weight = 1 }, i) => (role === "assistant" && i >= first && weight && content.trim() ? [i] : []));
+    const trained = messages.flatMap(({ role, content, weight = 1 }, i) =>
+      (role === "assistant" && i >= first && weight && content.trim() ? [i] : []));
     return { messages: messages.map(({ weight, ...message }) => message), trained };
   };
   if (row === null || typeof row !== "object" || Array.isArray(row)) throw wrong("it is not an object");
@@ -151,7 +154,8 @@ export function parseRows(source) {
   if (begin === "{") return text.split("\n").flatMap((line, i) => (line.trim() ? [[i + 1, parseJson(line, `line ${i + 1}`)]] : []));
   if (begin === "[") return parseJson(text, "the text").map((row, i) => [i + 1, row]);
   const [header = [0, []], ...lines] = csvLines(text);
-  return lines.map(([line, cells]) => [line, Object.fromEntries(header[1].map((name, i) => [name.trim(), cells[i]]).filter(([, cell]) => cell))]);
+  return lines.map(([line, cells]) =>
+    [line, Object.fromEntries(header[1].map((name, i) => [name.trim(), cells[i]]).filter(([, cell]) => cell))]);
 }
 
 function parseJson(text, where) {
@@ -184,7 +188,8 @@ export function readRows(source, text, longest) {
   let cut = 0, empty = 0;
   for (const [line, row] of parseRows(source)) {
     try {
-      const { ids, labels, pieces } = text.tokenize(row), whole = { ids: ids.slice(0, longest), labels: labels.slice(0, longest), pieces, line };
+      const { ids, labels, pieces } = text.tokenize(row);
+      const whole = { ids: ids.slice(0, longest), labels: labels.slice(0, longest), pieces, line };
       cut += ids.length > longest;
       if (trainedTokens(whole)) rows.push(whole);
       else empty++;
@@ -193,7 +198,8 @@ export function readRows(source, text, longest) {
       bad.push(`line ${line}: ${error.message}`);
     }
   }
-  if (bad.length) throw new PageError(`${bad.length === 1 ? "A row" : `${bad.length} rows`} cannot be used; ${bad.slice(0, 3).join("; ")}.`);
+  const count = bad.length === 1 ? "A row" : `${bad.length} rows`;
+  if (bad.length) throw new PageError(`${count} cannot be used; ${bad.slice(0, 3).join("; ")}.`);
   if (!rows.length) throw new PageError("There are no rows to train on: paste some, or choose a file.");
   if (cut) notes.push(`${cut} longer than ${longest} tokens are cut`);
   if (empty) notes.push(`${empty} with nothing to train on are left out`);

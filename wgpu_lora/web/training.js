@@ -120,7 +120,7 @@ export class Trainer {
     return Float32Array.from([...row, ...row]);
   }
 
-  // Takes a step; returns {step, loss, norm, rate, seconds, tokens}. Not finite: the step changed nothing.
+  // Takes a step; returns {step, loss, norm, rate, applied, seconds}. Not applied: a value was not finite, and nothing changed.
   async train() {
     const { player, plan } = this, begin = performance.now(), rows = this.batchOf(this.step);
     const units = rows.reduce((sum, row) => sum + trainedTokens(row), 0), rate = learningRate(this.schedule, this.step, this.total);
@@ -130,9 +130,9 @@ export class Trainer {
     player.write(plan.hyper.place, this.hyper(this.step + 1, rate));
     await player.run("update");
     const [norm, , go, sum] = new Float32Array(await player.read(plan.report));
-    const loss = sum / units, result = { step: ++this.step, loss, norm, rate, applied: go > 0, seconds: (performance.now() - begin) / 1000 };
+    const loss = sum / units, seconds = (performance.now() - begin) / 1000;
     this.losses.push(loss);
-    return { ...result, tokens: rows.reduce((total, row) => total + row.ids.length, 0) };
+    return { step: ++this.step, loss, norm, rate, applied: go > 0, seconds };
   }
 
   // The mean loss over the trained tokens of rows, in nats.
