@@ -91,16 +91,16 @@ const trainingRows = () => app.rows.slice(0, app.rows.length - heldoutCount());
 
 function drawCurve(losses) {
   const points = losses.filter(Number.isFinite), most = Math.max(...points), least = Math.min(0, ...points);
-  const x = (i) => 50 + (540 * i) / Math.max(1, losses.length - 1), y = (loss) => 190 - (175 * (loss - least)) / (most - least || 1);
+  const x = (i) => 75 + (515 * i) / Math.max(1, losses.length - 1), y = (loss) => 190 - (175 * (loss - least)) / (most - least || 1);
   const make = (name, attributes, text = "") => {
     const element = document.createElementNS("http://www.w3.org/2000/svg", name);
     Object.entries(attributes).forEach(([key, value]) => element.setAttribute(key, value));
     return Object.assign(element, { textContent: text });
   };
-  const labels = [[45, y(most) + 4, format(most), "end"], [45, 194, format(least), "end"],
-    [50, 212, "1", "start"], [590, 212, `step ${losses.length}`, "end"]];
+  const labels = [[70, y(most) + 4, format(most), "end"], [70, 194, format(least), "end"],
+    [75, 212, "1", "start"], [590, 212, `step ${losses.length}`, "end"]];
   $("curve").replaceChildren(
-    make("path", { class: "axis", fill: "none", d: "M50 10V190H590" }),
+    make("path", { class: "axis", fill: "none", d: "M75 10V190H590" }),
     ...labels.map(([left, top, text, anchor]) => make("text", { x: left, y: top, "text-anchor": anchor }, text)),
     make("polyline", { class: "loss", points: losses.map((loss, i) => `${x(i)},${y(loss)}`).join(" ") }));
   $("curve").setAttribute("aria-label", `Loss by step: ${format(losses[0])} at step 1, ${format(losses.at(-1))} at step ${losses.length}`);
