@@ -28,6 +28,10 @@ class DeviceWarning(UserWarning):
     """A fault of a device that is worked around, or slow. The command line prints it as a line on stderr."""
 
 
+class RolloutWarning(UserWarning):
+    """Rewards or completions that a run cannot learn from."""
+
+
 class TrackingWarning(UserWarning):
     """A run log or a tracker cannot be used, and the run continues without it. Printed as a line, too."""
 

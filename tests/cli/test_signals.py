@@ -42,6 +42,11 @@ def _in_callback_of_c(act: Callable[[], None]) -> None:
     FFI().callback("void()", act)()
 
 
+def _wait() -> None:
+    for _ in range(1000):  # a repeated signal does not end a call of the system
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("call", [_in_destructor, _in_weak_reference, _in_callback_of_c])
 def test_a_discarded_interrupt_is_repeated(
     call: Callable[[Callable[[], None]], None], capfd: pytest.CaptureFixture[str]
@@ -61,8 +66,7 @@ def test_a_discarded_interrupt_is_repeated(
     with on_end_signal(end), discarded_interrupts_repeated(received):
         call(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            for _ in range(1000):
-                time.sleep(0.01)
+            _wait()
     assert numbers == [signal.SIGTERM] * 2
     assert capfd.readouterr().err == ""
 

@@ -65,7 +65,7 @@ def test_a_function_that_fails_costs_its_rows(file: Path) -> None:
     np.testing.assert_array_equal(rewards.values[:, [2, 5]], [[np.nan, 2], [2, 3]])
     assert rewards.failed == {"broken": 2, "short": 2, "infinite": 1, "slow": 2, "dead": 2}
     assert rewards.reasons["broken"] == "KeyError: 'missing column'"
-    assert rewards.reasons["short"] == "it gave 1 rewards for 2 completions"
+    assert rewards.reasons["short"] == "it gave 1 reward for 2 completions"
     assert rewards.reasons["slow"] == "it took more than 1.5 seconds"
     assert rewards.reasons["dead"] == "it ended with exit code 3"
 

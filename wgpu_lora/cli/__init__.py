@@ -38,7 +38,7 @@ from wgpu_lora.cli.serve import ServeCommand, serve
 from wgpu_lora.cli.teacher_cache import teacher_cache
 from wgpu_lora.cli.web import web
 from wgpu_lora.cli.worker import worker
-from wgpu_lora.errors import DeviceWarning, TrackingWarning, UserError
+from wgpu_lora.errors import DeviceWarning, RolloutWarning, TrackingWarning, UserError
 from wgpu_lora.gpu.device_errors import report_native_abort
 from wgpu_lora.names.spelling import COMMAND_LINE, naming
 from wgpu_lora.signals import discarded_interrupts_repeated, on_end_signal
@@ -174,14 +174,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _warnings() -> Iterator[None]:
-    """Prints warnings about devices and trackers as a line each, and others as Python does."""
+    """Prints warnings about devices, rollouts and trackers as a line each, and others as Python does."""
+    own = DeviceWarning, RolloutWarning, TrackingWarning
     with warnings.catch_warnings():
-        for kind in (DeviceWarning, TrackingWarning):
+        for kind in own:
             warnings.simplefilter("always", kind)
         default_show = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *more: Any, **options: Any) -> None:
-            if issubclass(category, DeviceWarning | TrackingWarning):
+            if issubclass(category, own):
                 _say(f"warning: {message}")
             else:
                 default_show(message, category, *more, **options)

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, validate_call
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.rewards.builtin_rewards import BUILT_IN
+from wgpu_lora.text import count_noun
 
 FILE = ".py"
 
@@ -84,7 +85,7 @@ def _result(value: Any) -> Any:
 def _scored(rewards: Any, count: int) -> dict[str, Any]:
     rewards = list(rewards)
     if len(rewards) != count:
-        raise UserError(f"it gave {len(rewards)} rewards for {count} completions")
+        raise UserError(f"it gave {count_noun(len(rewards), 'reward')} for {count_noun(count, 'completion')}")
     values = [None if reward is None else float(reward) for reward in rewards]
     wrong = [value is not None and not math.isfinite(value) for value in values]
     return {"rewards": [None if bad else v for v, bad in zip(values, wrong, strict=True)], "wrong": sum(wrong)}

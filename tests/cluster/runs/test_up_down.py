@@ -97,8 +97,12 @@ def test_up_status_down(hosts: Hosts, tmp_path: Path) -> None:
     stranger = head.start(["sleep", "1000"], env={"RAY_ADDRESS": "x"})
     wgpu_lora(here, "down", "-f", file)
     assert stranger.poll() is None
-    left = [set(host.processes().values()) - known for host, known in zip((head, worker), before, strict=True)]
-    assert left == [{"sleep 1000"}, set()]
+
+    def left() -> list[set[str]]:
+        return [set(host.processes().values()) - known for host, known in zip((head, worker), before, strict=True)]
+
+    until(lambda: not any("sshd" in line for some in left() for line in some), 60)  # of connections that have ended
+    assert left() == [{"sleep 1000"}, set()]
     assert not list((head.tmp / "home").rglob("token")) + list((here.tmp / "home").rglob("token"))
 
 

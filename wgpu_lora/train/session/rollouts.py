@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.data import Tokenizer
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import RolloutWarning, UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.infer.request import Request
 from wgpu_lora.infer.sampling import Sampler
@@ -28,10 +28,6 @@ STEPS = 20  # after which rewards that never differed, or completions that never
 
 class SamplingStopped(Exception):
     """Raised amid sampling when a run is to end."""
-
-
-class RolloutWarning(UserWarning):
-    """Rewards or completions that a run cannot learn from."""
 
 
 @dataclass
@@ -272,7 +268,8 @@ class Rollouts:
         for name, reason in rewards.reasons.items():
             count = f"{rewards.failed[name]:,} of {len(rewards.values):,} completions"
             self._warn_once(
-                f"function {name}", f"The reward function {name} failed on {count}, which it gives none: {reason}."
+                f"function {name}",
+                f"The reward function {name} failed on {count}, which get no reward from it: {reason}.",
             )
         facts = {
             "equal": metrics.get("frac_reward_zero_std") == 1 or "reward" not in metrics,
