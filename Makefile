@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-real test test-fast test-full ci-times test-rare test-reference test-drivers test-proof test-exchange test-real test-tpm test-cluster test-wheel fuzz prove-wgpu bench bench-reference bench-smollm2 bench-gpu gpu-compilers test-gpu-compilers test-matrix lint
+.PHONY: help setup demo demo-real test test-fast test-full ci-times test-rare test-reference test-drivers test-proof test-exchange test-real test-tpm test-cluster test-web web-demo test-wheel fuzz prove-wgpu bench bench-reference bench-smollm2 bench-gpu gpu-compilers test-gpu-compilers test-matrix lint
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -118,6 +118,16 @@ test-tpm: setup .venv/tpm  ## quotes of a TPM in software (swtpm), which `make t
 test-cluster: setup .venv/all  ## clusters on Ray: eight adapters over three hosts, kills, up and down (minutes)
 	scripts/install_cluster.sh
 	$(PYTEST) -n $(JOBS) --dist loadfile --durations=10 tests/cluster/runs
+
+# A page in headless Chromium, on its own SwiftShader.
+test-web: setup .venv/all  ## a training in a browser tab: the numbers of a native run, and all that the page does
+	scripts/install_vulkan.sh --chromium
+	$(PYTEST) --durations=10 tests/web/runs
+
+WEB ?=
+web-demo: setup  ## build the page that trains the demo model, in web-demo, for any static host (WEB='--model smollm2')
+	rm -rf web-demo
+	$(BIN)/wgpu-lora export web --output web-demo $(WEB)
 
 test-wheel: setup .venv/all  ## build the wheel, install it into an empty environment and run the demo there
 	scripts/check_wheel.sh

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Installs Mesa's software Vulkan driver, unless a Vulkan driver is already installed.
+# --chromium also installs Chromium, which has WebGPU, for `make test-web`.
 # --swiftshader DIR also unpacks SwiftShader into DIR, as a second, independent driver for `make test-drivers` and
 # `make prove-wgpu`. --drm-shim DIR unpacks Mesa's drm shims into DIR, for `make gpu-compilers`.
 set -euo pipefail
@@ -93,6 +94,12 @@ if [ "${1:-}" = --drm-shim ]; then
     echo "Mesa's drm shims (the package 'mesa-drm-shim' in the version of 'mesa-vulkan-drivers') could not be downloaded: check the network, and that the package sources have that version." >&2
     exit 1
   }
+fi
+
+if [ "${1:-}" = --chromium ] && ! command -v chromium >/dev/null; then
+  can_install || { echo "Chromium is missing, and this user may not install it: install the package 'chromium', then run this again." >&2; exit 1; }
+  [ -n "$(find /var/lib/apt/lists -name '*Packages*' 2>/dev/null | head -1)" ] || as_root apt-get update -q
+  DEBIAN_FRONTEND=noninteractive as_root apt-get install -y -q --no-install-recommends chromium >&2
 fi
 
 if [ "${1:-}" = --swiftshader ]; then

@@ -117,7 +117,7 @@ def test_choices_are_those_that_are_there() -> None:
             "is --no-completion-only-loss: by default only the answers",
         ),
         ("trian", "No such command 'trian': use 'wgpu-lora finetune'."),
-        ("export ollama", "No such command 'ollama': did you mean 'wgpu-lora export gguf'?"),
+        ("export ollama", "No such command 'ollama': choose one of gguf, web"),
         ("finetune --zork", "No such option: --zork; 'wgpu-lora finetune --help' lists the options."),
         ("finetune -lr 3", "No such option: -lr; options start with two dashes, as in --lr."),
         ("finetune --packing=False", "--packing takes no value: give --packing or --no-packing."),

@@ -36,6 +36,7 @@ from wgpu_lora.cli.recipes import recipes, run_chain
 from wgpu_lora.cli.runs import report, runs
 from wgpu_lora.cli.serve import ServeCommand, serve
 from wgpu_lora.cli.teacher_cache import teacher_cache
+from wgpu_lora.cli.web import web
 from wgpu_lora.cli.worker import worker
 from wgpu_lora.errors import DeviceWarning, RolloutWarning, TrackingWarning, UserError
 from wgpu_lora.gpu.device_errors import report_native_abort
@@ -95,6 +96,7 @@ app.command(cls=Command)(teacher_cache)
 app.command("import", cls=Command)(import_model)
 app.command(cls=Command)(quantize)
 app.command(cls=Command)(merge)
+app.command(cls=Command)(web)
 app.command(cls=Command)(push)
 app.command(cls=Command)(demo)
 app.command(cls=Command)(prove)

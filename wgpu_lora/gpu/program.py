@@ -116,6 +116,24 @@ class Program:
         dims = self._dims()
         return result | ({self._dims_storage(len(dims))} if dims else set())
 
+    def uniforms(self) -> Iterator[tuple[Storage, np.ndarray]]:
+        """The storage of the uniform dims and its content, if there are any."""
+        if dims := self._dims():
+            table = np.zeros((len(dims), ALIGNMENT // 4), np.uint32)
+            for values, place in dims.items():
+                table[place, : len(values)] = values
+            yield self._dims_storage(len(dims)), table
+
+    def bindings(self) -> Iterator[tuple[Dispatch, list[tuple[Storage, int, int]]]]:
+        """Each dispatch with what it binds, in order: storages, and offset and size of each binding in bytes."""
+        dims = self._dims()
+        for step in self.dispatches:
+            parts = [(t.storage, t.byte_offset, (t.nbytes + 3) & ~3) for t in step.tensors]
+            if step.kernel.dims:
+                uniform = self._dims_storage(len(dims))
+                parts.append((uniform, ALIGNMENT * dims[step.dims], 4 * 4 * -(-len(step.dims) // 4)))
+            yield step, parts
+
     def _dims(self) -> dict[tuple[int, ...], int]:
         """Distinct dims of the dispatches -> index in the uniform buffer."""
         places: dict[tuple[int, ...], int] = {}
@@ -149,23 +167,16 @@ class Program:
             Arena.check(plan, buffers)
             for storage, (number, offset) in plan.places.items():
                 storage.buffer, storage.offset = buffers[number], offset
-        dims = self._dims()
-        if dims:
-            table = np.zeros((len(dims), ALIGNMENT // 4), np.uint32)
-            for values, place in dims.items():
-                table[place, : len(values)] = values
-            self.device.write(self._dims_storage(len(dims)).buffer, table)
+        for storage, table in self.uniforms():
+            self.device.write(storage.buffer, table)
         self._bind()
 
     def _bind(self) -> None:
-        dims, groups = self._dims(), dict[tuple[Any, ...], Any]()
-        uniform = self._dims_storage(len(dims)).buffer if dims else None
+        groups = dict[tuple[Any, ...], Any]()
         self._replay = []
-        for step in self.dispatches:
+        for step, bound in self.bindings():
             pipeline = step.kernel.compute_pipeline(self.device, step.present, step.constants, step.tiling)
-            parts = [t.binding() for t in step.tensors]
-            if step.kernel.dims:
-                parts.append((uniform, ALIGNMENT * dims[step.dims], 4 * 4 * -(-len(step.dims) // 4)))
+            parts = [(storage.buffer, storage.offset + offset, size) for storage, offset, size in bound]
             key = (id(pipeline), *((id(b), offset, size) for b, offset, size in parts))
             if key not in groups:
                 groups[key] = self.device.bind_group(pipeline, parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -70,6 +71,14 @@ class Backend(Protocol):
 
     def timestamp_period(self, device: Any) -> float:
         """Seconds of a timestamp's unit."""
+
+
+def tint_text(code: str) -> str:
+    """A WGSL text as Tint takes it, Dawn's and Chromium's compiler, which wants extensions named."""
+    if not re.search(r"subgroup[A-Z_]", re.sub("//.*", "", code)):
+        return code
+    # Kernels broadcast under bounds that are the same in all lanes, which Tint cannot prove.
+    return f"enable subgroups;\ndiagnostic(off, subgroup_uniformity);\n{code}"
 
 
 def installed(name: str) -> bool:

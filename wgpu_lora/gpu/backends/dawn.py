@@ -14,7 +14,7 @@ import wgpudawn
 from wgpudawn import _lib
 from wgpudawn.backends.dawn import extras
 
-from wgpu_lora.gpu.backends import DAWN, SUBGROUP, MatrixConfiguration
+from wgpu_lora.gpu.backends import DAWN, SUBGROUP, MatrixConfiguration, tint_text
 
 SUBGROUPS, MATRICES = "subgroups", "chromium-experimental-subgroup-matrix"  # Dawn's spellings
 SIZE_CONTROL = "subgroup-size-control"
@@ -87,12 +87,11 @@ class Dawn:
         )
 
     def module(self, device: Any, code: str, label: str, checked: bool) -> Any:
-        # Kernels broadcast, and store matrices, under bounds that are the same in all lanes, which Tint cannot prove.
         if "subgroup_matrix" in code:
             size = code.partition("@subgroup_size")[1] and "enable subgroup_size_control;\n"
             code = f"enable f16;\nenable subgroups;\n{size}{MATRIX_HEAD}{code}"
-        elif "subgroup" in code:
-            code = f"enable subgroups;\ndiagnostic(off, subgroup_uniformity);\n{code}"
+        else:
+            code = tint_text(code)
         return device.create_shader_module(code=code, label=label)
 
     def wait(self, device: Any) -> None:

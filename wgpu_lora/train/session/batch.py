@@ -74,12 +74,12 @@ class Batch:
         self.tokens, self.device, self._objectives = tokens, model.device, objectives
         slots = len(objectives)
         self.inputs = StepInputs.declare(model.config.row_inputs(), tokens, slots, tables, dropout)
-        self._scoring = {o: Scoring.declare(o, tokens, slots) for o in dict.fromkeys(objectives)}
+        self.scoring = {o: Scoring.declare(o, tokens, slots) for o in dict.fromkeys(objectives)}
         self.program = Program(model.device, f"{'train' if training else 'held-out'} {tokens}")
         rec = Recorder(self.program, training, recompute, compute_dtype)
         trained.record_use(rec)
         hidden = model.decoder.hidden(rec, self.inputs, trained.bind(self.inputs))
-        taught = [scoring.teacher.ids for scoring in self._scoring.values() if scoring.teacher]
+        taught = [scoring.teacher.ids for scoring in self.scoring.values() if scoring.teacher]
         temperatures = {t for objective in objectives for t in objective.temperatures}
         swept = sweep(
             rec,
@@ -104,7 +104,7 @@ class Batch:
         weights: dict[float, Tensor] = {}
         rests: dict[float, list[Tensor]] = {}
         picked: dict[Tensor, Tensor] = {}
-        for objective, scoring in self._scoring.items():
+        for objective, scoring in self.scoring.items():
             score = objective.score_sweep(rec, swept, scoring)
             sums = {
                 totals.loss: score.losses,
@@ -130,7 +130,7 @@ class Batch:
     def storages(self) -> set[Storage]:
         """All persistent storage that the program reads or writes, or that `upload` fills."""
         result = self.inputs.storages() | self.program.persistent_storages()
-        return result | {tensor.storage for scoring in self._scoring.values() for tensor in scoring.tensors()}
+        return result | {tensor.storage for scoring in self.scoring.values() for tensor in scoring.tensors()}
 
     def upload(self, groups: Sequence[Group]) -> None:
         """Upload groups, which must fit into the batch."""
@@ -138,6 +138,6 @@ class Batch:
         places = np.split(
             self.inputs.upload(self.device, segments), np.cumsum([len(group.segments) for group in groups])[:-1]
         )
-        for objective, scoring in self._scoring.items():
+        for objective, scoring in self.scoring.items():
             indices = [i for i, group in enumerate(groups) if self._objectives[group.slot] == objective]
             scoring.upload(self.device, [groups[i] for i in indices], [places[i] for i in indices])

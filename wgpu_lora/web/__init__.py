@@ -1,0 +1,1 @@
+"""Training in a browser tab: recorded programs as data, and the page that replays them (docs/web.md)."""
