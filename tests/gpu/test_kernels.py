@@ -28,6 +28,7 @@ from wgpu_lora.gpu.single_kernel import SingleKernel
 from wgpu_lora.gpu.struct import struct_array, struct_columns, struct_words, wgsl_struct
 from wgpu_lora.gpu.tiling import WORKGROUP, Capabilities, Tiling
 from wgpu_lora.ops.elementwise import fill
+from wgpu_lora.ops.loss import softmax_chunk
 from wgpu_lora.ops.matmul import FILE
 
 NMSE = 1e-11  # mean squared error over the mean square of the reference: 3e-6 relative, a few dozen roundings of f32
@@ -367,3 +368,21 @@ NONE = [None, [], {"rows": 0}, {"rows": -1}, {"rows": "8"}, {"rows": True}, {"ro
 def test_what_is_no_tiling_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="a tiling"):
         Tiling.from_json(value)
+
+
+@pytest.mark.drivers
+def test_small_probabilities_are_not_lost(device: Device) -> None:
+    """Each is less than the rounding of the sum that the largest one is in."""
+    rows, cols = 3, 8192
+    logits = np.full((rows, cols), -17, np.float32)
+    logits[range(rows), [0, 1, 8000]] = 0
+    arrays = {
+        "logits": logits, "targets": np.zeros(rows, np.uint32), "count": np.array([rows], np.uint32),
+        "state": np.zeros((rows, 4), np.float32), "rescale": np.zeros(rows, np.float32),
+    }  # fmt: skip
+    expected = 1 + (cols - 1) * np.exp(-17.0)
+    for tiling in softmax_chunk.tilings(device.capabilities, {}):
+        single = SingleKernel(device, softmax_chunk, arrays, {"rows": rows, "cols": cols, "first": 0}, tiling)
+        single.run()
+        assert single.read("state")[:, 1] == pytest.approx([expected] * rows, rel=3e-7), tiling
+        single.free()
