@@ -271,7 +271,7 @@ def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_card_states_the_run_and_no_paths() -> None:
     options = TrainingArguments(
         data="/home/me/secret dir/rows|1.jsonl", output="/home/me/out", model="Qwen/Qwen2.5-0.5B",
-        objective="dpo", reference_adapter="/home/me/sft",
+        objective="dpo", beta=0.1, reference_adapter="/home/me/sft",
     )  # fmt: skip
     device = UsedDevice("G", "D", "Vulkan", "discrete", subgroup_size=32, checked_shaders=False)
     record = RunRecord(

@@ -67,6 +67,7 @@ def test_steps_learn_from_what_they_sampled(device: Device, tmp_path: Path) -> N
     stream = made.run.stream
     assert isinstance(stream, RolloutStream)
     assert (stream.prompts, stream.parts, stream.phase_steps) == (2, 1, 1)
+    assert made.run.args.beta == 0  # the record has the objective's own
     made.train()
     lines = read_log(tmp_path / "a" / "run" / LOG)
     names = ["reward", "reward_std", "frac_reward_zero_std", "rewards/small/mean", "completions/mean_length", "entropy"]

@@ -344,7 +344,8 @@ def prepare_run(
     cached = check_caches(args, model, prepared, heldout)
     teacher = live_teacher(args, model)
     rate = recorded_rate(args, storage)  # of a run that began under another default
-    args = replace(args, learning_rate=args.rate_for(model.config.hidden_size) if rate is None else rate)
+    rate = args.rate_for(model.config.hidden_size) if rate is None else rate
+    args = replace(args, learning_rate=rate, beta=getattr(objective, "beta", args.beta))  # for the record
     if isinstance(objective, GRPO):
         args, note = completion_batches(args, objective.num_generations, len(prepared.samples)), ""
     else:
