@@ -48,10 +48,13 @@ def test_calls_and_their_failures(tmp_path: Path) -> None:
     assert add["parameters"]["properties"]["b"]["type"] == "integer"
     assert made.call("add", {"a": 3, "b": "4"}) == ("7", False)
     assert made.call("shout", {"text": "a"}) == ("A", False)
+    assert made.call("shout", {"text": "\ud800"}) == ("?", False)
     for name, arguments, text in [
         ("broken", {}, "KeyError"),
         ("add", {}, "Missing required argument"),
         ("add", {"a": "x"}, "valid integer"),
+        ("add", [1, 2], "not a JSON object"),
+        ("shout", {"text": "a" * 200_000}, "it returned 200,000 characters"),
         ("other", {}, "there is no tool 'other', but add, shout, broken"),
     ]:
         result, failed = made.call(name, arguments)
@@ -82,9 +85,15 @@ def test_turns_behind_calls(family: str, tmp_path: Path) -> None:
     assert turns[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 20}}
     assert turns[1]["content"] == "21"
     assert made.follow(turns, [*tokenizer.encode(call), stop], True) == []  # beyond `most`
+    for arguments in ("[20]", '"20"', "null", '"{"'):
+        odd, wrong = call.replace('{"a": 20}', arguments), list[dict[str, Any]]()
+        assert made.follow(wrong, [*tokenizer.encode(odd), stop], True)
+        assert wrong[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {}}
+        assert "not a JSON object" in wrong[1]["content"]
+    assert made.counts() == (5, 4)
     assert made.follow(turns, tokenizer.encode("It is 21."), False) == []
     assert turns[-1] == {"role": "assistant", "content": "It is 21."}
-    assert (made.counts(), made.counts()) == ((1, 0), (0, 0))
+    assert made.counts() == (0, 0)
     made.close()
 
 

@@ -20,6 +20,7 @@ from wgpu_lora.rewards.builtin_rewards import BUILT_IN
 from wgpu_lora.text import count_noun
 
 FILE = ".py"
+LONGEST = 100_000  # characters of a tool's result
 
 
 def main() -> None:
@@ -71,7 +72,10 @@ def _reply(function: Callable[..., Any], message: dict[str, Any]) -> dict[str, A
     if "arguments" in message:
         return _scored(_result(function(**message["arguments"])), len(message["arguments"]["completions"]))
     if "call" in message:
-        return {"result": str(_result(validate_call(function)(**message["call"])))}
+        text = str(_result(validate_call(function)(**message["call"])))
+        if len(text) > LONGEST:
+            raise UserError(f"it returned {count_noun(len(text), 'character')}, more than {LONGEST:,}")
+        return {"result": text.encode(errors="replace").decode()}  # half of a surrogate pair has no tokens
     if "schema" in message:
         adapter: TypeAdapter[Any] = TypeAdapter(function)  # type: ignore[arg-type]
         return {"description": inspect.getdoc(function) or "", "parameters": adapter.json_schema()}

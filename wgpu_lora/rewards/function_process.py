@@ -95,7 +95,7 @@ def function_name(function: str, option: str) -> str | None:
     return name
 
 
-def distinct(names: Sequence[str], option: str) -> None:
+def check_distinct(names: Sequence[str], option: str) -> None:
     """Raise UserError if two functions have the same name."""
     for name in names:
         if names.count(name) > 1:

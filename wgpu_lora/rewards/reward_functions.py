@@ -12,7 +12,7 @@ import numpy as np
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.rewards.builtin_rewards import BUILT_IN
-from wgpu_lora.rewards.function_process import FunctionProcess, distinct, function_list, function_name
+from wgpu_lora.rewards.function_process import FunctionProcess, check_distinct, function_list, function_name
 
 OPTION = "reward_funcs"
 
@@ -48,7 +48,7 @@ class RewardFunctions:
     def __init__(self, functions: str, weights: str | None = None, seconds: float = 60.0):
         self.functions = function_list(functions, OPTION)
         self.names = [_name(function) for function in self.functions]
-        distinct(self.names, OPTION)
+        check_distinct(self.names, OPTION)
         self.weights = _weights(weights, len(self.names))
         self._process = FunctionProcess(seconds)
 

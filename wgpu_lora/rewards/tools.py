@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.rewards.function_process import FunctionProcess, distinct, function_list, function_name
+from wgpu_lora.rewards.function_process import FunctionProcess, check_distinct, function_list, function_name
 
 OPTION = "tools"
 
@@ -35,7 +34,7 @@ class Tools:
             if name is None:
                 raise UserError(f"{flag(OPTION)} has {function!r:.80}: give functions as FILE.py:NAME.")
             self._functions[name] = function
-        distinct([function.rpartition(":")[2] for function in listed], OPTION)
+        check_distinct([function.rpartition(":")[2] for function in listed], OPTION)
         self._process = FunctionProcess(seconds)
         self.schemas: list[dict[str, Any]] = []
         for name, function in self._functions.items():
@@ -48,13 +47,15 @@ class Tools:
             self.schemas.append({"type": "function", "function": {"name": name, **reply}})
         self.close()  # until the first call
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+    def call(self, name: str, arguments: Any) -> tuple[str, bool]:
         """(What a function returns, as text; whether it failed, with the reason as JSON, as in TRL)."""
         function = self._functions.get(name)
         if function is None:
             reply = {"error": f"there is no tool {name!r:.80}, but {', '.join(self._functions)}"}
+        elif not isinstance(arguments, dict):
+            reply = {"error": "the arguments are not a JSON object"}
         else:
-            reply = self._process.ask(function, call=dict(arguments))
+            reply = self._process.ask(function, call=arguments)
         return (json.dumps(reply), True) if "error" in reply else (reply["result"], False)
 
     def close(self) -> None:

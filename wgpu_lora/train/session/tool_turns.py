@@ -54,18 +54,19 @@ class ToolTurns:
         if not (found and stopped):
             turns.append({"role": "assistant", "content": self.tokenizer.decode(ids)})
             return []
-        calls, results = list[Message](), list[Message]()
+        calls, results, given = list[Message](), list[Message](), list[Any]()
         for number, call in enumerate(found):
-            name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
-            named = {"id": f"{number:09}", "type": "function", "function": {"name": name, "arguments": arguments}}
-            calls.append(named)  # Mistral's template takes names of calls of nine characters
+            given.append(_value(call["function"]["arguments"]))
+            named = {"name": call["function"]["name"], "arguments": given[-1] if isinstance(given[-1], dict) else {}}
+            # Mistral's template takes ids of nine characters, and others objects only.
+            calls.append({"id": f"{number:09}", "type": "function", "function": named})
         answered = sum(turn["role"] == "assistant" for turn in turns)
         turns.append({"role": "assistant", "content": content.strip(), "tool_calls": calls})
         if self.most is not None and answered >= self.most:
             return []
-        for call in calls:
+        for call, arguments in zip(calls, given, strict=True):
             name = call["function"]["name"]
-            text, failed = self.tools.call(name, call["function"]["arguments"])
+            text, failed = self.tools.call(name, arguments)
             self._calls, self._failures = self._calls + 1, self._failures + failed
             results.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": text})
         turns += results
@@ -84,3 +85,11 @@ class ToolTurns:
         if not whole.startswith(before):
             raise UserError("The chat template rewrites calls of tools once they have results: use another model.")
         return self.tokenizer.encode(whole[len(before) :])
+
+
+def _value(text: str) -> Any:
+    """The value of a text in JSON; None of another."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
