@@ -42,7 +42,7 @@ def end_signal_delayed() -> Iterator[None]:
 
 
 @contextmanager
-def discarded_interrupts_repeated(received: Callable[[], int | None]) -> Iterator[None]:
+def repeat_discarded_interrupts(received: Callable[[], int | None]) -> Iterator[None]:
     """Repeat the signal that was `received` if the KeyboardInterrupt that it raised was discarded.
 
     Python discards what is raised in destructors, and in callbacks of C and of weak references. What destructors of

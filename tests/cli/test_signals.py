@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cffi import FFI
 
-from wgpu_lora.signals import discarded_interrupts_repeated, on_end_signal
+from wgpu_lora.signals import on_end_signal, repeat_discarded_interrupts
 
 
 class _Referent:
@@ -63,7 +63,7 @@ def test_a_discarded_interrupt_is_repeated(
     def interrupt() -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    with on_end_signal(end), discarded_interrupts_repeated(received):
+    with on_end_signal(end), repeat_discarded_interrupts(received):
         call(interrupt)
         with pytest.raises(KeyboardInterrupt):
             _wait()
@@ -79,7 +79,7 @@ def test_other_discarded_exceptions_are_shown_until_a_signal(monkeypatch: pytest
     def fail() -> None:
         raise ValueError("unusual")
 
-    with discarded_interrupts_repeated(lambda: numbers[-1]):
+    with repeat_discarded_interrupts(lambda: numbers[-1]):
         _in_destructor(fail)
         numbers.append(2)
         _in_destructor(fail)

@@ -41,7 +41,7 @@ from wgpu_lora.cli.worker import worker
 from wgpu_lora.errors import DeviceWarning, RolloutWarning, TrackingWarning, UserError
 from wgpu_lora.gpu.device_errors import report_native_abort
 from wgpu_lora.names.spelling import COMMAND_LINE, naming
-from wgpu_lora.signals import discarded_interrupts_repeated, on_end_signal
+from wgpu_lora.signals import on_end_signal, repeat_discarded_interrupts
 from wgpu_lora.text import escape_unprintable
 
 # Errors of the system that a user can fix. Any other OSError is a bug and shown with its traceback.
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with (
             on_end_signal(end),
-            discarded_interrupts_repeated(lambda: number),
+            repeat_discarded_interrupts(lambda: number),
             naming(COMMAND_LINE),
             _warnings(),
             report_native_abort(),

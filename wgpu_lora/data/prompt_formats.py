@@ -18,6 +18,13 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.tokenizer.examples import Prompt, Sample, Tokens
 
 
+def before_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation without what the assistant says at its end."""
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    return messages
+
+
 def _sample(row: Fields, prompt: Prompt | Tokens) -> Sample:
     return Sample((prompt,), columns=dict(row.columns))
 
@@ -33,8 +40,7 @@ def _text_or_messages(row: Fields) -> Sample:
 
 
 def _messages(row: Fields, messages: list[dict[str, Any]]) -> Sample:
-    while messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
+    messages = before_answer(messages)
     if not messages:
         raise UserError("the conversation has no message before the assistant's, so there is no prompt.")
     chat = conversation(row, messages)

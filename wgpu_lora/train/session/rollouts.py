@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.data import Tokenizer
+from wgpu_lora.data.prompt_formats import before_answer
 from wgpu_lora.errors import RolloutWarning, UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.infer.request import Request
@@ -24,6 +25,9 @@ from wgpu_lora.train.session.session import Session
 from wgpu_lora.train.session.tool_turns import Message, ToolTurns
 
 STEPS = 20  # after which rewards that never differed, or completions that never ended, are said
+
+
+Texts = tuple[list[Any], list[Any]]  # prompts and completions, as reward functions get them
 
 
 class SamplingStopped(Exception):
@@ -60,7 +64,8 @@ class Rollouts:
         numbers = [number for _ in prompts for number in range(policy.num_generations)]
         seeds = [self._seed(step.epoch, *pair) for pair in zip(samples, numbers, strict=True)]
         completions, turns = self._sample(session, slot, stream, samples, seeds, events)
-        rewards = self._score(stream, completions, turns)
+        texts = self._texts(stream, completions, turns)
+        rewards = self._score(stream, completions, texts)
         penalties, of_reference = self._penalties(session, slot, completions)
         shape = len(prompts), policy.num_generations
         values = rewards.values.reshape(*shape, -1)
@@ -73,7 +78,7 @@ class Rollouts:
             for one, a in zip(completions, advantages.reshape(-1).tolist(), strict=True)
         ]
         stream.phase = Phase(step.epoch, stream.start_of(step), made, metrics)
-        self._show(made[: policy.num_generations], turns, rewards)
+        self._show(made[: policy.num_generations], texts, rewards)
         self._warn(metrics, rewards)
 
     def close(self) -> None:
@@ -93,7 +98,7 @@ class Rollouts:
         watch(0)
         seeds = [self._seed(-1, sample, 0) for sample in samples]
         completions, turns = self._sample(session, slot, stream, samples, seeds)
-        rewards = self._score(stream, completions, turns)
+        rewards = self._score(stream, completions, self._texts(stream, completions, turns))
         watch(len(samples))
         scored = ~np.isnan(rewards.values).all(1)
         total = np.where(scored, np.nansum(rewards.values * self.rewards.weights, 1), np.nan)
@@ -134,7 +139,7 @@ class Rollouts:
 
         for number, seed in enumerate(seeds):
             add(number, seed)
-        tokens = 0
+        finished = tokens = 0
         try:
             while engine.busy:
                 if self.stopped():
@@ -153,10 +158,10 @@ class Rollouts:
                     tokens += 1
                     if request.finish_reason is None:
                         continue
+                    finished += 1
                     result[number] = replace(one, stopped=request.finish_reason == "stop")
                     if self.tools and self._follow(result[number], turns[number], len(request.token_ids)):
                         add(number, self._seed(seeds[number], len(one.token_ids)))
-                finished = sum(request.finish_reason is not None for request in requests)
                 events.answering(finished, len(requests), tokens)
         finally:
             for request in requests:
@@ -186,9 +191,7 @@ class Rollouts:
 
     # -- rewards ---------------------------------------------------------------------------------------------------
 
-    def _texts(
-        self, stream: RolloutStream, completions: Sequence[Completion], turns: Sequence[list[Message]]
-    ) -> tuple[list[Any], list[Any]]:
+    def _texts(self, stream: RolloutStream, completions: Sequence[Completion], turns: Sequence[list[Message]]) -> Texts:
         """Prompts and completions as reward functions get them: both texts, or both lists of messages."""
         prompts, texts = list[Any](), list[Any]()
         for one, messages in zip(completions, turns, strict=True):
@@ -197,21 +200,15 @@ class Rollouts:
             ids = one.token_ids[:-1] if one.stopped else one.token_ids
             text = self.tokenizer.decode(ids) if self.tokenizer else " ".join(map(str, ids))
             if isinstance(prompt, list):
-                end = len(prompt)
-                while end and prompt[end - 1]["role"] == "assistant":
-                    end -= 1
-                prompts.append(prompt[:end])
+                prompts.append(before_answer(prompt))
                 texts.append(messages or [{"role": "assistant", "content": text}])
             else:
                 prompts.append(row["prompt_ids"] if prompt is None else prompt)
                 texts.append(text)
         return prompts, texts
 
-    def _score(
-        self, stream: RolloutStream, completions: Sequence[Completion], turns: Sequence[list[Message]]
-    ) -> Rewards:
+    def _score(self, stream: RolloutStream, completions: Sequence[Completion], texts: Texts) -> Rewards:
         columns = [stream.prepared.columns[one.sample] for one in completions]
-        texts = self._texts(stream, completions, turns)
         return self.rewards.score(*texts, [one.token_ids for one in completions], columns)
 
     def _penalties(
@@ -250,17 +247,16 @@ class Rollouts:
         frequency = {"tools/call_frequency": calls / completions}
         return frequency | ({"tools/failure_frequency": failures / calls} if calls else {})
 
-    def _show(self, completions: Sequence[Completion], turns: Sequence[list[Message]], rewards: Rewards) -> None:
-        prompts, texts = self._texts(self.stream, completions, turns[: len(completions)])
+    def _show(self, completions: Sequence[Completion], texts: Texts, rewards: Rewards) -> None:
         for number, one in enumerate(completions):
             given = {
                 name: None if np.isnan(value) else float(value)
                 for name, value in zip(self.rewards.names, rewards.values[number], strict=True)
             }
-            text = texts[number]
+            prompt, text = texts[0][number], texts[1][number]
             if not isinstance(text, str) and len(text) == 1:
                 text = text[0]["content"]
-            self.shown({"prompt": prompts[number], "completion": text, "rewards": given, "advantage": one.advantage})
+            self.shown({"prompt": prompt, "completion": text, "rewards": given, "advantage": one.advantage})
 
     def _warn(self, metrics: dict[str, float], rewards: Rewards) -> None:
         """Say what a run cannot learn from, once: functions that fail, rewards that never differ, answers that never
