@@ -1,4 +1,6 @@
-"""What the version before wrote is opened by this one: made here by that version's code, from the repository."""
+"""What the version before wrote is opened by this one: made here by that version's code, from the repository.
+
+Bytes are compared, so that version takes over the kernels whose sums were mended since."""
 
 from __future__ import annotations
 
@@ -19,6 +21,8 @@ pytestmark = pytest.mark.rare
 BEFORE = "25938d57"  # the last commit of 0.1
 ADAPTER = "adapter_model.safetensors"
 DEFAULT_RATE = 2e-4  # of that version
+# Kernels that sum in another order since then, with what that version's templates lack. All others give the same bits.
+CHANGED = {"softmax_chunk.wgsl.j2": "{% set entropy = false %}"}
 STEPS = {**SMALL, "max_steps": 8, "save_steps": 4, "save_total_limit": 10}
 HELDOUT = {"eval_data": "rows.jsonl", "eval_steps": 4}
 
@@ -57,6 +61,10 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
         pytest.skip(f"this clone does not have the commit {BEFORE}")
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
         tar.extractall(old, filter="data")
+    for name, prefix in CHANGED.items():
+        (old / "shaders" / name).write_text(
+            prefix + (ROOT / "shaders" / name).read_text(encoding="utf-8"), encoding="utf-8"
+        )
     write_rows(root / "rows.jsonl")
     return Versions(root, old)
 
