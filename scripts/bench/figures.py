@@ -1,8 +1,9 @@
-"""Writes the table in docs/figures.md, training speeds by device, from the files in docs/figures.
+"""Writes the tables in docs/figures.md, training speeds by device, from the files in docs/figures.
 
 python -m scripts.bench.figures [FILE.json ...]
 
-Files of `make bench-smollm2` or `make bench-gpu` are first copied into docs/figures, named by their device and content.
+Files of `make bench-smollm2`, of `make bench-gpu` or of the page that measures a device in a browser are first
+copied into docs/figures, named by their device and content.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import parse_object
@@ -25,13 +26,65 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "figures.md"
 FOLDER = PAGE.with_suffix("")
 SCHEMAS = ("wgpu-lora-bench-reference/", "wgpu-lora-bench-gpu/")
 COLUMNS = ("device", "model", "step", "side", "tokens/s", "of PyTorch", "on device", "process", "mJ", "versions")
-HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
+WEB_SCHEMA = "wgpu-lora web measurement"
+WEB_COLUMNS = ("device", "browser", "model", "tokens", "ms", "tokens/s", "products", "attention")
+BROWSERS = {"Edg": "Edge", "Firefox": "Firefox", "Chrome": "Chromium", "Version": "Safari"}  # in user agents
+
+
+def table_row(cells: tuple[str, ...]) -> str:
+    return "| " + " | ".join(re.sub(r"[|\s]+", " ", cell) for cell in cells) + " |\n"
+
+
+def table_head(columns: tuple[str, ...]) -> str:
+    return table_row(columns) + "|---" * len(columns) + "|\n"
+
+
+@dataclass(frozen=True)
+class WebFigures:
+    """What a browser measured: a training step and its bricks."""
+
+    head: ClassVar = table_head(WEB_COLUMNS)
+    document: dict[str, Any]
+
+    @property
+    def device(self) -> str:
+        return str(self.document["device"])
+
+    def table(self) -> Iterator[str]:
+        """A line of the table. Products and attention are in GFLOP/s, over all calls of a step."""
+        model, results = self.document["model"], self.document["results"]
+        [step] = [each["seconds"] for each in results if each["name"] == "training step"]
+        bricks = [each for each in results if "multiply_adds" in each]
+
+        def speed(attention: bool) -> str:
+            chosen = [each for each in bricks if each["name"].startswith("attention") == attention]
+            work = sum(2 * each["calls"] * each["multiply_adds"] for each in chosen)
+            return f"{work / sum(each['calls'] * each['seconds'] for each in chosen) / 1e9:,.1f}"
+
+        agent = self.document["browser"]
+        versions = [
+            f"{name} {found[1]}" for key, name in BROWSERS.items() if (found := re.search(rf"{key}/(\d+)", agent))
+        ]
+        tokens = self.document["tokens"]
+        yield table_row(
+            (
+                self.device,
+                versions[0] if versions else "another",
+                f"{model['name']}, {count_noun(model['layers'], 'layer')}, {model['base_dtype']}",
+                str(tokens),
+                f"{1000 * step:,.1f}",
+                f"{tokens / step:,.0f}",
+                speed(attention=False),
+                speed(attention=True),
+            )
+        )
 
 
 @dataclass(frozen=True)
 class Figures:
     """The training steps of a file, and the device and processor that took them."""
 
+    head: ClassVar = table_head(COLUMNS)
     device: str
     processor: str
     commit: str
@@ -61,11 +114,11 @@ class Figures:
                 "" if joules is None else f"{1000 * joules:.1f}",
                 ", ".join([*said, f"commit {self.commit[:8]}"] if ours and self.commit else said),
             )
-            yield f"| {' | '.join(cells)} |\n"
+            yield table_row(cells)
 
 
-def read_figures(path: Path) -> Figures:
-    """The training steps of a result of `make bench-smollm2`, `make bench-reference` or `make bench-gpu`.
+def read_figures(path: Path) -> Figures | WebFigures:
+    """The training steps of a result of `make bench-smollm2`, `make bench-reference`, `make bench-gpu` or a browser.
 
     Raises:
         UserError: it is not such a file, or has no training step that ran on a device.
@@ -74,11 +127,16 @@ def read_figures(path: Path) -> Figures:
         document = parse_object(path.read_bytes(), str(path))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}).") from None
-    if not str(document.get("schema", "")).startswith(SCHEMAS):
-        raise UserError(f"{path} is not a result of 'make bench-smollm2' or 'make bench-gpu': give one.")
+    schema = str(document.get("schema", ""))
+    if not schema.startswith((*SCHEMAS, WEB_SCHEMA)):
+        raise UserError(f"{path} is not a result of 'make bench-smollm2', 'make bench-gpu' or a browser: give one.")
     if document.get("quick"):
         raise UserError(f"{path} was made with --quick, whose figures are meaningless: measure again without.")
     try:
+        if schema == WEB_SCHEMA:
+            web = WebFigures(document)
+            list(web.table())
+            return web
         comparisons = [part["results"] for part in document.get("parts", ()) if part["job"]["job"] == "comparison"]
         rows = [row for results in comparisons for row in results] or document.get("steps", [])
         devices = [row["environment"]["device"] for row in rows if "environment" in row]
@@ -87,15 +145,19 @@ def read_figures(path: Path) -> Figures:
         name = f"{devices[0]['name']}, {devices[0]['driver']}"
         result = Figures(name, document.get("processor", "CPU"), (document["commit"] or {}).get("id", ""), rows)
         list(result.table())
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
         raise UserError(f"{path} has a step without its figures: measure again.") from None
     return result
 
 
 def page() -> str:
-    """The page, with the table of the files in docs/figures."""
-    lines = [line for path in sorted(FOLDER.glob("*.json")) for line in read_figures(path).table()]
-    return PAGE.read_text().partition(HEAD)[0] + HEAD + "".join(lines)
+    """The page, with the tables of the files in docs/figures."""
+    figures, text = [read_figures(path) for path in sorted(FOLDER.glob("*.json"))], PAGE.read_text()
+    for kind in (Figures, WebFigures):
+        before, _, after = text.partition(kind.head)
+        lines = "".join(line for each in figures if isinstance(each, kind) for line in each.table())
+        text = before + kind.head + lines + re.sub(r"\A(\|.*\n)*", "", after)
+    return text
 
 
 def main(files: list[str]) -> int:
