@@ -236,9 +236,9 @@ def _bounds(step: TrainingStep, profile: Profile) -> dict[tuple[str, str | None]
 
 
 def _wrong(error: WrongResults) -> Record:
-    found = error.found
-    of = {"nmse": found.nmse, "limit": found.limit, "reason": found.reason or str(error)}
-    return {"kind": "kernel", "kernel": found.kernel, "right": False, **of}
+    wrong = error.wrong_kernel
+    of = {"nmse": wrong.nmse, "limit": wrong.limit, "reason": wrong.reason or str(error)}
+    return {"kind": "kernel", "kernel": wrong.kernel, "right": False, **of}
 
 
 def _alternating(steps: dict[str, TrainingStep], rounds: int) -> Record:
