@@ -155,7 +155,7 @@ class Step:
         self.cache_rows, self.picked = indices("cache rows", tokens), indices("picked", sequences)
         self.newest = indices("newest", sequences) if not state.cache.shares_prefixes else None
         self.program = Program(device, f"{kind} of {tokens} rows", decoding)
-        recorder = Recorder(self.program, kept=shared_tensors)
+        recorder = Recorder(self.program, shared_tensors=shared_tensors)
         caches = tuple(
             state.cache.layer(i, self.cache_rows, state.blocks, self.newest) for i in range(config.num_hidden_layers)
         )
