@@ -126,7 +126,7 @@ def test_only_tokens_of_high_entropy_are_trained(device: Device, tmp_path: Path)
             session.accumulate([one])
             found.append(session.totals.read_metrics(device, 0, chosen)["entropy"])
         entropies.append(np.array(found))
-    for group, mask in zip(kept, chosen.kept(entropies), strict=True):
+    for group, mask in zip(kept, chosen.token_masks(entropies), strict=True):
         group.inputs[:, KEPT] = mask
     session.begin()
     session.accumulate(groups)
