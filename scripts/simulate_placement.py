@@ -37,7 +37,7 @@ class Device:
     end: float = 0.0  # of what runs on it
     running: dict[str, float] = field(default_factory=dict)  # tokens that are left, by task
     began: float = 0.0
-    needed: int = 0
+    peak_bytes: int = 0
 
 
 def simulate(adapters: int, devices: int, crashes: float, seed: int, first: bool = False) -> dict[str, float]:
@@ -68,7 +68,7 @@ def simulate(adapters: int, devices: int, crashes: float, seed: int, first: bool
             device = machines[placement.devices[0]]
             gain = JOINED if len(placement.tasks) > 1 else 1.0
             device.running = {name: left[name] for name in placement.tasks}
-            device.began, device.needed = now, placement.needed
+            device.began, device.peak_bytes = now, placement.peak_bytes
             device.end = now + sum(device.running.values()) / (device.speed * gain)
             crash = now + draw.expovariate(crashes / DAY) if crashes else float("inf")
             heapq.heappush(events, (min(device.end, crash), device.id, crash < device.end))
@@ -82,7 +82,7 @@ def simulate(adapters: int, devices: int, crashes: float, seed: int, first: bool
             for task, tokens in device.running.items():
                 left[task] = tokens * (1 - stored)
             waiting.update(device.running)
-        device.running, device.end, device.needed = {}, now, 0
+        device.running, device.end, device.peak_bytes = {}, now, 0
     return {
         "makespan_seconds": now,
         "bound_seconds": bound,
@@ -101,9 +101,9 @@ def _waiting(name: str, left: dict[str, float], needs: dict[str, int], units: di
 
 
 def _place(device: Device, now: float) -> Place:
-    return Place(device.id, "class", free=device.budget - device.needed, speed=device.speed, held=device.needed,
-                 active=int(bool(device.running)), busy_seconds=max(device.end - now, 0.0), budget=device.budget,
-                 joined_speedup=JOINED)  # fmt: skip
+    return Place(device.id, "class", free=device.budget - device.peak_bytes, speed=device.speed,
+                 active_bytes=device.peak_bytes, active=int(bool(device.running)),
+                 busy_seconds=max(device.end - now, 0.0), budget=device.budget, joined_speedup=JOINED)  # fmt: skip
 
 
 def main() -> None:
