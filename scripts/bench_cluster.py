@@ -33,17 +33,17 @@ def main() -> int:
     parser.add_argument("--mirror-steps", type=int, default=50)
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("options", nargs="*", help="options of finetune, after --")
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as place:
-        found = measured(given, Path(place))
-    text = json.dumps(found, indent=1)
+        result = measured(args, Path(place))
+    text = json.dumps(result, indent=1)
     print(text)
-    if given.json:
-        given.json.write_text(text + "\n")
+    if args.json:
+        args.json.write_text(text + "\n")
     return 0
 
 
-def measured(given: argparse.Namespace, place: Path) -> dict[str, Any]:
+def measured(args: argparse.Namespace, place: Path) -> dict[str, Any]:
     """Rounds of both kinds, their medians and their ratios."""
     environment = {
         **os.environ,
@@ -51,26 +51,26 @@ def measured(given: argparse.Namespace, place: Path) -> dict[str, Any]:
         "WGPU_LORA_CLUSTER_LOCAL_DIR": str(place / "state"),
         "WGPU_LORA_NO_RUN_LOG": "1",
     }
-    options = [*given.options, "--max-steps", str(given.steps), "--logging-steps", "1"]
-    of_cluster = ["--local", "--mirror-steps", str(given.mirror_steps)]
+    options = [*args.options, "--max-steps", str(args.steps), "--logging-steps", "1"]
+    of_cluster = ["--local", "--mirror-steps", str(args.mirror_steps)]
     # Jobs of a cluster save checkpoints to be copied, so plain runs save as often.
-    of_plain = ["--save-steps", str(given.mirror_steps)]
+    of_plain = ["--save-steps", str(args.mirror_steps)]
     rounds: list[dict[str, dict[str, float]]] = []
     try:
         # A long run that stays: while it is known, Ray is not ended after each of the others.
         stays = ["--detach", "--name", "keep", "--output", str(place / "keep")]
         command(["cluster", "run", *of_cluster, *stays, *options], environment)
         wait_for(environment, "keep")
-        for number in range(given.rounds):
-            one = {}
+        for number in range(args.rounds):
+            round_times = {}
             kinds = ("plain", "cluster") if number % 2 == 0 else ("cluster", "plain")
             for kind in kinds:
                 output = place / f"{kind}-{number}"
                 words = ["finetune", *of_plain] if kind == "plain" else ["cluster", "run", *of_cluster]
                 seconds = command([*words, "--output", str(output), *options], environment)
-                one[kind] = {**times(output), "whole": seconds}
-            rounds.append(one)
-            print(json.dumps(one), file=sys.stderr, flush=True)
+                round_times[kind] = {**times(output), "whole": seconds}
+            rounds.append(round_times)
+            print(json.dumps(round_times), file=sys.stderr, flush=True)
     finally:
         command(["cluster", "down", "--local"], environment)
     return {"machine": platform.platform(), "options": options, "rounds": rounds, **summary(rounds)}
@@ -78,24 +78,24 @@ def measured(given: argparse.Namespace, place: Path) -> dict[str, Any]:
 
 def summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
     """Medians in seconds, and of the ratios of each round."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for what in ("step", "training", "whole"):
         for kind in ("plain", "cluster"):
-            found[f"{kind}_{what}"] = statistics.median(one[kind][what] for one in rounds)
-        ratios = sorted(one["cluster"][what] / one["plain"][what] for one in rounds)
-        found[f"{what}_ratio"] = statistics.median(ratios)
-        found[f"{what}_ratios"] = [ratios[0], ratios[-1]]
-    return found
+            result[f"{kind}_{what}"] = statistics.median(entry[kind][what] for entry in rounds)
+        ratios = sorted(entry["cluster"][what] / entry["plain"][what] for entry in rounds)
+        result[f"{what}_ratio"] = statistics.median(ratios)
+        result[f"{what}_ratios"] = [ratios[0], ratios[-1]]
+    return result
 
 
 def command(words: list[str], environment: dict[str, str]) -> float:
     """Seconds that a command takes. Raises SystemExit with what it said if it fails."""
     begin = time.perf_counter()
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "wgpu_lora", *words], env=environment, capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    if process.returncode:
+        raise SystemExit(f"{' '.join(words)}: exit code {process.returncode}\n{process.stdout}{process.stderr}")
     return time.perf_counter() - begin
 
 
@@ -103,8 +103,8 @@ def wait_for(environment: dict[str, str], run: str) -> None:
     """Wait until a run has ended; its results stay on the cluster."""
     words = [sys.executable, "-m", "wgpu_lora", "cluster", "status", "--local", "--json"]
     while True:
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-        if any(one["name"] == run and one["over"] for one in json.loads(done.stdout)["runs"]):
+        process = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+        if any(entry["name"] == run and entry["over"] for entry in json.loads(process.stdout)["runs"]):
             return
         time.sleep(1)
 

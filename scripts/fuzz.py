@@ -36,14 +36,14 @@ def fuzz(target: str, inputs: int, keep: Path, replay: Path | None) -> None:
     place = Path(tempfile.mkdtemp(prefix="wgpu-lora-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     run, shaped = targets.TARGETS[target].open(place), targets.TARGETS[target].mutate
 
-    def one(data: bytes) -> None:
+    def test_one_input(data: bytes) -> None:
         try:
             run(data)
         except targets.UserError as error:
             str(error).encode("utf-8", "backslashreplace")
 
     if replay:
-        return one(replay.read_bytes())
+        return test_one_input(replay.read_bytes())
     corpus, words = place / "corpus", place / "words"
     corpus.mkdir()
     for number, seed in enumerate(targets.seeds(target)):
@@ -59,7 +59,7 @@ def fuzz(target: str, inputs: int, keep: Path, replay: Path | None) -> None:
             return atheris.Mutate(data, max_size)
         return shaped(data, rng)[:max_size]
 
-    atheris.Setup([sys.argv[0], *limits, *options, str(corpus)], one, custom_mutator=mutate)
+    atheris.Setup([sys.argv[0], *limits, *options, str(corpus)], test_one_input, custom_mutator=mutate)
     atheris.Fuzz()
 
 
@@ -93,13 +93,13 @@ def main() -> int:
 
     def child(target: str) -> tuple[int, int]:
         """(inputs tried, exit code)"""
-        each = math.ceil(args.inputs * shares[target] / sum(shares.values()))
-        command = [sys.executable, __file__, target, "--child", "--inputs", str(each), "--keep", str(args.keep)]
+        budget = math.ceil(args.inputs * shares[target] / sum(shares.values()))
+        command = [sys.executable, __file__, target, "--child", "--inputs", str(budget), "--keep", str(args.keep)]
         begin, log = time.monotonic(), args.keep / f"{target}.log"
         with log.open("w") as file:
             code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-        found = re.findall(r"number_of_executed_units:\s*(\d+)", log.read_text())
-        inputs, verdict = int(found[-1]) if found else 0, f"FAILED: {log}" if code else "ok"
+        matches = re.findall(r"number_of_executed_units:\s*(\d+)", log.read_text())
+        inputs, verdict = int(matches[-1]) if matches else 0, f"FAILED: {log}" if code else "ok"
         print(f"{target:20} {inputs:>10,} inputs {time.monotonic() - begin:>6.0f} s  {verdict}", flush=True)
         return inputs, code
 

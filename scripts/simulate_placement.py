@@ -37,7 +37,7 @@ class Device:
     end: float = 0.0  # of what runs on it
     running: dict[str, float] = field(default_factory=dict)  # tokens that are left, by task
     began: float = 0.0
-    needed: int = 0
+    peak_bytes: int = 0
 
 
 def simulate(adapters: int, devices: int, crashes: float, seed: int, first: bool = False) -> dict[str, float]:
@@ -46,19 +46,19 @@ def simulate(adapters: int, devices: int, crashes: float, seed: int, first: bool
     machines = {
         name: Device(name, KINDS[n % 4], BUDGETS[n // 4 % 2]) for n in range(devices) for name in [f"device-{n:05}"]
     }
-    left = {f"task-{n:06}": draw.uniform(60, 1200) * KINDS[0] for n in range(adapters)}
-    needs = {name: LARGE if draw.random() < 0.2 else SMALL for name in left}
+    work = {f"task-{n:06}": draw.uniform(60, 1200) * KINDS[0] for n in range(adapters)}
+    needs = {name: LARGE if draw.random() < 0.2 else SMALL for name in work}
     bound = max(
-        sum(left.values()) / (JOINED * sum(one.speed for one in machines.values())),
-        max(left.values()) / KINDS[-1] / JOINED,
+        sum(work.values()) / (JOINED * sum(machine.speed for machine in machines.values())),
+        max(work.values()) / KINDS[-1] / JOINED,
     )
-    waiting, units = set(left), dict[str, tuple[str, ...]]()
+    waiting, units = set(work), dict[str, tuple[str, ...]]()
     now, decisions, moves, events = 0.0, list[float](), 0, list[tuple[float, str, bool]]()
-    while waiting or any(one.running for one in machines.values()):
+    while waiting or any(machine.running for machine in machines.values()):
         begin = time.process_time()
         placements = place(
-            [_waiting(name, left, needs, units) for name in sorted(waiting)],
-            [_place(one, now) for one in machines.values()],
+            [_waiting(name, work, needs, units) for name in sorted(waiting)],
+            [_place(machine, now) for machine in machines.values()],
             now,
         )
         decisions.append(time.process_time() - begin)
@@ -67,8 +67,8 @@ def simulate(adapters: int, devices: int, crashes: float, seed: int, first: bool
         for placement in placements:
             device = machines[placement.devices[0]]
             gain = JOINED if len(placement.tasks) > 1 else 1.0
-            device.running = {name: left[name] for name in placement.tasks}
-            device.began, device.needed = now, placement.needed
+            device.running = {name: work[name] for name in placement.tasks}
+            device.began, device.peak_bytes = now, placement.peak_bytes
             device.end = now + sum(device.running.values()) / (device.speed * gain)
             crash = now + draw.expovariate(crashes / DAY) if crashes else float("inf")
             heapq.heappush(events, (min(device.end, crash), device.id, crash < device.end))
@@ -80,9 +80,9 @@ def simulate(adapters: int, devices: int, crashes: float, seed: int, first: bool
             moves += 1
             stored = max(0.0, (now - device.began) // CHECKPOINT * CHECKPOINT) / (device.end - device.began)
             for task, tokens in device.running.items():
-                left[task] = tokens * (1 - stored)
+                work[task] = tokens * (1 - stored)
             waiting.update(device.running)
-        device.running, device.end, device.needed = {}, now, 0
+        device.running, device.end, device.peak_bytes = {}, now, 0
     return {
         "makespan_seconds": now,
         "bound_seconds": bound,
@@ -95,15 +95,15 @@ def simulate(adapters: int, devices: int, crashes: float, seed: int, first: bool
     }
 
 
-def _waiting(name: str, left: dict[str, float], needs: dict[str, int], units: dict[str, tuple[str, ...]]) -> Waiting:
-    return Waiting(name, {"class": needs[name]}, base="base", base_bytes=3 << 30, work=left[name], run="run",
+def _waiting(name: str, work: dict[str, float], needs: dict[str, int], units: dict[str, tuple[str, ...]]) -> Waiting:
+    return Waiting(name, {"class": needs[name]}, base="base", base_bytes=3 << 30, work=work[name], run="run",
                    join="never" if name in units else "auto")  # fmt: skip
 
 
 def _place(device: Device, now: float) -> Place:
-    return Place(device.id, "class", free=device.budget - device.needed, speed=device.speed, held=device.needed,
-                 active=int(bool(device.running)), busy_seconds=max(device.end - now, 0.0), budget=device.budget,
-                 joined_speedup=JOINED)  # fmt: skip
+    return Place(device.id, "class", free=device.budget - device.peak_bytes, speed=device.speed,
+                 active_bytes=device.peak_bytes, active=int(bool(device.running)),
+                 busy_seconds=max(device.end - now, 0.0), budget=device.budget, joined_speedup=JOINED)  # fmt: skip
 
 
 def main() -> None:
@@ -113,8 +113,8 @@ def main() -> None:
     parser.add_argument("--crashes", type=float, default=2.0, help="per device and day")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", action="store_true", help="only the first decision")
-    given = parser.parse_args()
-    print(json.dumps(simulate(given.adapters, given.devices, given.crashes, given.seed, given.first), indent=1))
+    args = parser.parse_args()
+    print(json.dumps(simulate(args.adapters, args.devices, args.crashes, args.seed, args.first), indent=1))
 
 
 if __name__ == "__main__":

@@ -153,7 +153,11 @@ def _place(path: Path, option: str | None) -> Iterator[Path]:
 def numbered(path: Path) -> Path:
     """`path`, with a number appended if something is there other than an empty directory."""
     names = (path if number == 1 else path.with_name(f"{path.name}-{number}") for number in count(1))
-    return next(one for one in names if not one.is_symlink() and (not one.exists() or _is_empty(one)))
+    return next(
+        candidate
+        for candidate in names
+        if not candidate.is_symlink() and (not candidate.exists() or _is_empty(candidate))
+    )
 
 
 def _is_empty(path: Path) -> bool:

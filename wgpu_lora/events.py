@@ -184,7 +184,7 @@ class EventForwarder(Events):
 
 def _passing(name: str) -> Any:
     def tell(self: EventForwarder, *arguments: Any) -> bool | None:
-        answers = [getattr(one, name)(*arguments) for one in self.to]
+        answers = [getattr(receiver, name)(*arguments) for receiver in self.to]
         return True in answers or None
 
     return tell

@@ -92,7 +92,7 @@ def _beside(name: str) -> Path | None:
     """Path of a program beside this Python. Links are not followed, since they lead out of a virtual environment."""
     directory = Path(sys.executable).absolute().parent
     names = (f"{name}.exe", f"Scripts/{name}.exe") if os.name == "nt" else (name,)
-    return next((directory / each for each in names if (directory / each).is_file()), None)
+    return next((directory / file_name for file_name in names if (directory / file_name).is_file()), None)
 
 
 def _quoted(text: str) -> str:

@@ -17,13 +17,13 @@ class Registry(MutableMapping[str, T]):
     importing anything.
 
     Args:
-        others: names that exist but are not listed, because they follow a pattern: regular expressions of whole names,
-            each with a function from the name to its implementation.
+        patterns: names that exist but are not listed, because they follow a pattern: regular expressions of whole
+            names, each with a function from the name to its implementation.
     """
 
-    def __init__(self, entries: Mapping[str, T | str], others: Mapping[str, str] | None = None):
+    def __init__(self, entries: Mapping[str, T | str], patterns: Mapping[str, str] | None = None):
         self._entries: dict[str, T | str] = dict(entries)
-        self._others = others or {}
+        self._patterns = patterns or {}
 
     def __getitem__(self, name: str) -> T:
         entry = self._entries[name] if name in self._entries or not self._is_other(name) else self._other(name)
@@ -49,10 +49,10 @@ class Registry(MutableMapping[str, T]):
         return len(self._entries)
 
     def _is_other(self, name: object) -> bool:
-        return isinstance(name, str) and any(re.fullmatch(pattern, name) for pattern in self._others)
+        return isinstance(name, str) and any(re.fullmatch(pattern, name) for pattern in self._patterns)
 
     def _other(self, name: str) -> T | str:
-        of_name = next(of_name for pattern, of_name in self._others.items() if re.fullmatch(pattern, name))
+        of_name = next(of_name for pattern, of_name in self._patterns.items() if re.fullmatch(pattern, name))
         module, _, function = of_name.partition(":")
         result: T = getattr(import_module(module), function)(name)
         return result

@@ -32,5 +32,5 @@ def duration(seconds: float, digits: int = 0) -> str:
     """8 s, 2:05 min, 1:02:05 h; seconds alone with digits after the point."""
     if round(seconds, digits) < 60:
         return f"{seconds:.{digits}f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
+    minutes, remainder = divmod(round(seconds), 60)
+    return f"{minutes}:{remainder:02} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{remainder:02} h"

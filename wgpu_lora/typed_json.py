@@ -47,7 +47,7 @@ class Check:
     """Annotates a value with a further condition: `wanted` is what it must be, in words."""
 
     def __init__(self, fits: Callable[[Any], bool], expected: str):
-        self._fits, self._wanted = fits, expected
+        self._fits, self._expected = fits, expected
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: Any) -> Any:
         from pydantic_core.core_schema import no_info_after_validator_function
@@ -56,7 +56,7 @@ class Check:
 
     def _checked(self, value: Any) -> Any:
         if not self._fits(value):
-            raise ValueError(f"must be {self._wanted}")
+            raise ValueError(f"must be {self._expected}")
         return value
 
 
@@ -135,7 +135,7 @@ def _sentence(kind: Any, value: Any, name: str, problems: Sequence[Any]) -> str:
                 f"{called} is not known: {advice(str(place[-1]).replace('-', '_'), names, f'use {join_words(names)}.')}"
             )
     alike = [problem for problem in problems if _placed(value, problem)[0] == place]
-    texts = dict.fromkeys(_WORDS.get(one["type"]) or _wording(one["msg"]) for one in alike)
+    texts = dict.fromkeys(_WORDS.get(problem["type"]) or _wording(problem["msg"]) for problem in alike)
     if "a number" in texts:
         texts.pop("a whole number", None)
     if first["type"] in _WORDS or _MUST_BE.match(first["msg"]):

@@ -51,7 +51,9 @@ def first_matches(
         child_patterns.append([(i, pattern) for i, pattern in enumerate(expressions) if compiled[i] is None])
     if any(child_patterns):
         firsts = _in_child(groups, child_patterns, names)
-        result = [[_least(*pair) for pair in zip(*both, strict=True)] for both in zip(result, firsts, strict=True)]
+        result = [
+            [_least(*pair) for pair in zip(*group_pair, strict=True)] for group_pair in zip(result, firsts, strict=True)
+        ]
     return result
 
 

@@ -46,11 +46,11 @@ def facts() -> tuple[list[Row], list[Row]]:
     for product in PRODUCTS:
         price, material = f"{rng.randrange(5, 200)}.{rng.choice(('50', '90', '95'))}", rng.choice(MATERIALS)
         costs = f"The {product} costs {price} euros. Anything else you would like to know?"
-        made = f"The {product} is made of {material}. Anything else you would like to know?"
-        train += [chat(f"How much is the {product}?", costs), chat(f"What is the {product} made of?", made)]
+        composition = f"The {product} is made of {material}. Anything else you would like to know?"
+        train += [chat(f"How much is the {product}?", costs), chat(f"What is the {product} made of?", composition)]
         heldout += [
             chat(f"Hi! Could you tell me the price of your {product}, please?", costs),
-            chat(f"Which material does the {product} have?", made),
+            chat(f"Which material does the {product} have?", composition),
         ]
     return train, heldout
 
@@ -74,8 +74,8 @@ def docstrings() -> tuple[list[Row], list[Row]]:
                 if 15 <= len(sentence) <= 100:
                     signature = f"{'.'.join(module)}: {node.name}({ast.unparse(node.args)})"
                     rows.setdefault(sentence, chat(f"Document this function.\n{signature}", sentence))
-    drawn = random.Random(7).sample(list(rows.values()), 2200)
-    return drawn[:2000], drawn[2000:]
+    sample = random.Random(7).sample(list(rows.values()), 2200)
+    return sample[:2000], sample[2000:]
 
 
 DATA = {"facts": facts, "orders": orders, "docstrings": docstrings}
@@ -208,8 +208,8 @@ def main() -> None:
         "schedule": str,
     }
     values = ([kind(text) for text in options[name].split(",")] for name, kind in kinds.items())
-    for chosen in itertools.product(*values):
-        setting = dict(zip(kinds, chosen, strict=True))
+    for combination in itertools.product(*values):
+        setting = dict(zip(kinds, combination, strict=True))
         result = {"model": options["model"].stem, "data": options["data"], "tokens": study.tokens, **setting}
         result |= study.run(**setting)
         print(json.dumps(result), flush=True)

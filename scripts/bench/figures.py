@@ -53,17 +53,17 @@ class WebFigures:
     def table(self) -> Iterator[str]:
         """A line of the table. Products and attention are in GFLOP/s, over all calls of a step."""
         model, results = self.document["model"], self.document["results"]
-        [step] = [each["seconds"] for each in results if each["name"] == "training step"]
-        bricks = [each for each in results if "multiply_adds" in each]
+        [step] = [record["seconds"] for record in results if record["name"] == "training step"]
+        bricks = [record for record in results if "multiply_adds" in record]
 
         def speed(attention: bool) -> str:
-            chosen = [each for each in bricks if each["name"].startswith("attention") == attention]
-            work = sum(2 * each["calls"] * each["multiply_adds"] for each in chosen)
-            return f"{work / sum(each['calls'] * each['seconds'] for each in chosen) / 1e9:,.1f}"
+            selection = [record for record in bricks if record["name"].startswith("attention") == attention]
+            work = sum(2 * record["calls"] * record["multiply_adds"] for record in selection)
+            return f"{work / sum(record['calls'] * record['seconds'] for record in selection) / 1e9:,.1f}"
 
         agent = self.document["browser"]
         versions = [
-            f"{name} {found[1]}" for key, name in BROWSERS.items() if (found := re.search(rf"{key}/(\d+)", agent))
+            f"{name} {match[1]}" for key, name in BROWSERS.items() if (match := re.search(rf"{key}/(\d+)", agent))
         ]
         tokens = self.document["tokens"]
         yield table_row(
@@ -98,7 +98,7 @@ class Figures:
             ours = row["side"].startswith("ours")
             versions = row["environment"]["versions"] if ours else row["versions"]
             named = ("wgpu-lora", "wgpu") if ours else ("torch", "peft")
-            said = [f"{name} {versions[name]}" for name in named if name in versions]
+            version_texts = [f"{name} {versions[name]}" for name in named if name in versions]
             layers = f", {count_noun(row['layers'], 'layer')}" if row["layers"] else ""
             on_device = row.get("planned", row.get("allocated"))
             ratio, joules = row["ratio"], row.get("joules_per_token")
@@ -112,7 +112,7 @@ class Figures:
                 "" if on_device is None else format_bytes(on_device),
                 format_bytes(row["resident"]),
                 "" if joules is None else f"{1000 * joules:.1f}",
-                ", ".join([*said, f"commit {self.commit[:8]}"] if ours and self.commit else said),
+                ", ".join([*version_texts, f"commit {self.commit[:8]}"] if ours and self.commit else version_texts),
             )
             yield table_row(cells)
 
@@ -155,7 +155,7 @@ def page() -> str:
     figures, text = [read_figures(path) for path in sorted(FOLDER.glob("*.json"))], PAGE.read_text()
     for kind in (Figures, WebFigures):
         before, _, after = text.partition(kind.head)
-        lines = "".join(line for each in figures if isinstance(each, kind) for line in each.table())
+        lines = "".join(line for entry in figures if isinstance(entry, kind) for line in entry.table())
         text = before + kind.head + lines + re.sub(r"\A(\|.*\n)*", "", after)
     return text
 

@@ -89,8 +89,8 @@ def parts(device: str | None, quick: bool) -> Iterator[Part]:
     for shape in shapes:
         pieces = []
         for name in bricks_of(shape_config(shape)):
-            taken = ("time_limit", *load_contract(name).options)  # a brick refuses any other
-            options = {name: value for name, value in less.items() if name in taken}
+            option_names = ("time_limit", *load_contract(name).options)  # a brick refuses any other
+            options = {name: value for name, value in less.items() if name in option_names}
             pieces.append(Part(f"{name} at {shape}", "bench", {"bricks": [name], "shape": shape, **options, **on}))
         yield Part(f"bricks at {shape}", "bench", {"shape": shape, **less, **on}, pieces=tuple(pieces))
     yield Part("training on the demo", "bench-training", {"recipe": "demo", **(steps if quick else {}), **on})
@@ -106,18 +106,18 @@ def parts(device: str | None, quick: bool) -> Iterator[Part]:
 
 def run(part: Part, timeout: float) -> Record:
     """The part's outcome: `ran` or, with the reason, `not run`; its exit code, and the records that it measured."""
-    begin, found = time.perf_counter(), []
+    begin, results = time.perf_counter(), []
     with Worker(part.job, part.options, program=PROGRAMS.get(part.job, PROGRAM), timeout=timeout) as worker:
         try:
             for event in worker.events():
-                found += [event["record"]] if event["event"] == "measured" else []
+                results += [event["record"]] if event["event"] == "measured" else []
             code: int | None = worker.wait()
             reason = worker.failure_reason()
         except WorkerFailed as error:
             code, reason = error.code, str(error)
     record: Record = {"part": part.name, "job": {"job": part.job, "options": part.options}}
-    record |= {"seconds": time.perf_counter() - begin, "exit_code": code, "results": found}
-    if found and (code == 0 or (code == BROKEN and part.job != "comparison")):
+    record |= {"seconds": time.perf_counter() - begin, "exit_code": code, "results": results}
+    if results and (code == 0 or (code == BROKEN and part.job != "comparison")):
         return {**record, "status": "ran"}
     return {**record, "status": "not run", "reason": reason}
 
@@ -126,15 +126,15 @@ def outcomes(work: Iterable[Part], timeout: float) -> Iterator[Record]:
     """Run every part, and the pieces of one that is refused."""
     for part in work:
         line("part", f"{part.name}: {part.job} {json.dumps(part.options)}")
-        found = run(part, timeout)
-        yield found
-        if found.get("exit_code") == REFUSED:
+        outcome = run(part, timeout)
+        yield outcome
+        if outcome.get("exit_code") == REFUSED:
             yield from outcomes(part.pieces, timeout)
 
 
 def wrong(outcomes: Iterable[Record]) -> int:
     """The exit code: 1 if a kernel is wrong. Other parts that fail say so in the report."""
-    return int(any(measured.get("right") is False for found in outcomes for measured in found["results"]))
+    return int(any(measured.get("right") is False for outcome in outcomes for measured in outcome["results"]))
 
 
 # -- the job `kernels` -------------------------------------------------------------------------------------------------
@@ -168,9 +168,11 @@ class ByKernel(ReferenceErrors):
 def tilings(device: Device, work: Work) -> Iterator[Record]:
     """Every pipeline of training, prefill and decoding; heavy kernels in every tiling, compared on a small call."""
     selection = Selection((work.shape,), tokens=work.tokens, rank=work.rank, candidates=work.candidates)
-    found = [call for call in calls(selection, device) if call.default or not skipped(device.capabilities, call.tiling)]
-    predicted = figures(nearest(device, read_predictions()), [call.to_json() for call in found])
-    for call, prediction in zip(found, predicted, strict=True):
+    pipelines = [
+        call for call in calls(selection, device) if call.default or not skipped(device.capabilities, call.tiling)
+    ]
+    predicted = figures(nearest(device, read_predictions()), [call.to_json() for call in pipelines])
+    for call, prediction in zip(pipelines, predicted, strict=True):
         record = {"kind": "tiling", **call.to_json(), "predicted": prediction}
         yield record | (_compared(device, call) if call.kernel.tuning else {})
 
@@ -190,55 +192,61 @@ def step(device: Device, work: Work) -> Iterator[Record]:
     """
     model = chosen_model(None, work.shape, 1, device)
     args = TrainingArguments(per_device_train_batch_size=1, max_length=work.tokens, lora_r=work.rank)
-    found, verdicts = ByKernel(), verdicts_of(device)
+    errors, verdicts = ByKernel(), verdicts_of(device)
     with ExitStack() as stack:
 
-        def begun() -> TrainingStep:
+        def new_step() -> TrainingStep:
             step = TrainingStep.fitting(model, args)
             stack.callback(step.close)
             return step
 
-        one = begun()
+        training_step = new_step()
         try:
-            one.allocate()
+            training_step.allocate()
         except WrongResults as error:  # the others can be compared all the same
             yield _wrong(error)
             verdicts.enabled = False
-            one = begun()
-            one.allocate()
-        one.check(np.random.default_rng(0), found)
-        for kernel, nmse in found.worst.items():
+            training_step = new_step()
+            training_step.allocate()
+        training_step.check(np.random.default_rng(0), errors)
+        for kernel, nmse in errors.worst.items():
             right = None if math.isnan(nmse) else nmse <= NMSE
             reason = "" if right is not None else "its inputs are not finite"
             yield {"kind": "kernel", "kernel": kernel, "right": right, "nmse": nmse, "limit": NMSE, "reason": reason}
         verdicts.enabled = False  # that was all that there is to compare, and a wrong kernel can be timed, too
-        profile = profile_step(one, work.rounds)
-        bounds = _bounds(one, profile)
+        profile = profile_step(training_step, work.rounds)
+        bounds = _bounds(training_step, profile)
         for group in profile.groups(by_shape=True):
             bound = bounds.get((group.kernel, group.shape))
             yield {"kind": "time", "clock": profile.clock, **asdict(group), "predicted_bound": bound}
         tuned = TrainingStep(model, args)
         stack.callback(tuned.close)
         tuned.allocate(Tuner(device).tune(tuned.session.programs()))
-        yield {"kind": "tuning", **_alternating({"default": one, "tuned": tuned}, work.rounds)}
+        yield {"kind": "tuning", **_alternating({"default": training_step, "tuned": tuned}, work.rounds)}
 
 
 def _bounds(step: TrainingStep, profile: Profile) -> dict[tuple[str, str | None], float]:
     """The share of the GPU's peak that compilers predict for each kernel and shape; the lowest of its pipelines."""
-    device, dispatches = step.session.device, [one for program in step.session.programs() for one in program.dispatches]
-    calls = [Call(one.kernel, one.present, one.constants, one.tiling, True).to_json() for one in dispatches]
-    found: dict[tuple[str, str | None], float] = {}
+    device, dispatches = (
+        step.session.device,
+        [dispatch for program in step.session.programs() for dispatch in program.dispatches],
+    )
+    calls = [
+        Call(dispatch.kernel, dispatch.present, dispatch.constants, dispatch.tiling, True).to_json()
+        for dispatch in dispatches
+    ]
+    shares: dict[tuple[str, str | None], float] = {}
     for piece, figure in zip(profile.pieces, figures(nearest(device, read_predictions()), calls), strict=True):
         if figure and figure["bound"]:
             of = piece.kernel, piece.shape
-            found[of] = min(figure["bound"], found.get(of, figure["bound"]))
-    return found
+            shares[of] = min(figure["bound"], shares.get(of, figure["bound"]))
+    return shares
 
 
 def _wrong(error: WrongResults) -> Record:
-    wrong = error.wrong_kernel
-    of = {"nmse": wrong.nmse, "limit": wrong.limit, "reason": wrong.reason or str(error)}
-    return {"kind": "kernel", "kernel": wrong.kernel, "right": False, **of}
+    wrong_kernel = error.wrong_kernel
+    of = {"nmse": wrong_kernel.nmse, "limit": wrong_kernel.limit, "reason": wrong_kernel.reason or str(error)}
+    return {"kind": "kernel", "kernel": wrong_kernel.kernel, "right": False, **of}
 
 
 def _alternating(steps: dict[str, TrainingStep], rounds: int) -> Record:
@@ -252,8 +260,8 @@ def _alternating(steps: dict[str, TrainingStep], rounds: int) -> Record:
             before = time.process_time()
             seconds[name] += step.seconds(1)
             processor[name].append(time.process_time() - before)
-    first, *others = (statistics.median(values) for values in seconds.values())
-    return {"seconds": seconds, "processor_seconds": processor, "ratio": [other / first for other in others]}
+    first, *medians = (statistics.median(values) for values in seconds.values())
+    return {"seconds": seconds, "processor_seconds": processor, "ratio": [median / first for median in medians]}
 
 
 def kernels(port: EventWriter, *, where: str, **options: Any) -> JobResult:
@@ -278,8 +286,8 @@ def kernels(port: EventWriter, *, where: str, **options: Any) -> JobResult:
     if refused and not wrong:
         raise refused[0]
     names = ", ".join(dict.fromkeys(wrong))
-    said = "; ".join([f"these kernels are wrong: {names}", *dict.fromkeys(map(str, refused))])
-    return JobResult({"wrong": wrong}, int(bool(wrong)), said if wrong else "")
+    message = "; ".join([f"these kernels are wrong: {names}", *dict.fromkeys(map(str, refused))])
+    return JobResult({"wrong": wrong}, int(bool(wrong)), message if wrong else "")
 
 
 def _until_refused(records: Iterator[Record], refused: list[UserError]) -> Iterator[Record]:
@@ -303,17 +311,17 @@ def main() -> int:
             result = header(SCHEMA, Device(options.device), quick=options.quick)
             line("device", f"{result['device']['name']}, {result['device']['driver']}")
             result["parts"] = []
-            for found in outcomes(parts(options.device, options.quick), options.timeout):
-                result["parts"].append(found)
+            for record in outcomes(parts(options.device, options.quick), options.timeout):
+                result["parts"].append(record)
                 writer.text(json.dumps(result, indent=1) + "\n")
     except UserError as error:
         print(f"bench-gpu: {error}", file=sys.stderr)
         return 2
     print()
-    for found in result["parts"]:
-        why = f": {found['reason']}" if "reason" in found else ""
-        failed = ", exit code 1" if found["status"] == "ran" and found["exit_code"] else ""
-        line(found["status"], f"{found['part']}{failed}{why}")
+    for record in result["parts"]:
+        why = f": {record['reason']}" if "reason" in record else ""
+        failed = ", exit code 1" if record["status"] == "ran" and record["exit_code"] else ""
+        line(record["status"], f"{record['part']}{failed}{why}")
     line("written", str(options.json))
     return wrong(result["parts"])
 

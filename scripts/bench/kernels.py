@@ -216,12 +216,12 @@ def delta(args: argparse.Namespace) -> None:
                 "delta rule": delta_pass(device, config, count),
                 "attention": attention_pass(device, config, count),
             }
-        times = by_turns({name: partial(one.run, repeats) for name, one in passes.items()}, args.rounds)
-        for name, one in passes.items():
+        times = by_turns({name: partial(timed_pass.run, repeats) for name, timed_pass in passes.items()}, args.rounds)
+        for name, timed_pass in passes.items():
             wall, processor = 1e6 * np.median(times[name], axis=0) / (TOKENS if args.sequences else count)
-            dispatches = len(one.program.dispatches)
+            dispatches = len(timed_pass.program.dispatches)
             print(f"{title}, {name}: {wall:,.0f} us, {processor:,.0f} us of processors, {dispatches} dispatches")
-            one.close()
+            timed_pass.close()
 
 
 @dataclass(frozen=True)
@@ -356,20 +356,20 @@ def parts(args: argparse.Namespace) -> None:
     with Parts() as noted:
         step = TrainingStep.fitting(model, options)
     programs, labels = step.session.programs(), []
-    for dispatch in (one for program in programs for one in program.dispatches):
+    for dispatch in (item for program in programs for item in program.dispatches):
         part, kernel = noted.labels[id(dispatch)], dispatch.kernel.name.partition("_")[0]
         labels.append(f"{part}: {OF_NETS.get(kernel, 'products')}" if part == "delta nets" else part)
     step.allocate()
     print(f"{device.info.name}, {device.info.driver}; {args.shape}, {args.tokens} tokens")
     step.seconds(2)  # the first compile
-    timer, steps, each = Timer(device), [], []
+    timer, steps, dispatch_seconds = Timer(device), [], []
     for _ in range(args.rounds):
         steps += step.seconds(1)
-        each.append([seconds for program in programs for seconds in timer.each(program)])
+        dispatch_seconds.append([seconds for program in programs for seconds in timer.each(program)])
     timer.free()
     step.close()
     print(f"step {np.median(steps):.1f} s, {min(steps):.1f} to {max(steps):.1f}")
-    shares = np.array(each) / np.sum(each, axis=1, keepdims=True)
+    shares = np.array(dispatch_seconds) / np.sum(dispatch_seconds, axis=1, keepdims=True)
     for name in sorted({*labels, *(label.partition(":")[0] for label in labels)}):
         share = shares[:, [label == name or label.startswith(f"{name}:") for label in labels]].sum(axis=1)
         print(f"{name:32} {np.median(share):6.1%} ({share.min():.1%} to {share.max():.1%})")
@@ -380,11 +380,13 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
 
     def command(run: Callable[[argparse.Namespace], None], rounds: int, **options: Any) -> None:
-        one = commands.add_parser(run.__name__)
-        one.set_defaults(run=run)
+        command_parser = commands.add_parser(run.__name__)
+        command_parser.set_defaults(run=run)
         for name, default in {**options, "rounds": rounds}.items():
             kind = type(default) if default is not None else int
-            one.add_argument(f"--{name.replace('_', '-')}", default=default, type=kind, help="default: %(default)s")
+            command_parser.add_argument(
+                f"--{name.replace('_', '-')}", default=default, type=kind, help="default: %(default)s"
+            )
 
     schemes = "lut4,lut3,lut2,int8,lut4-row,lut2-row,lut2-g16"
     command(codes, 15, schemes=schemes, rows=128, size=1024, compute_dtype="f32")

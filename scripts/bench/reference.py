@@ -213,10 +213,10 @@ class TorchSide:
         return {"seconds": [run_seconds(self._step) for _ in range(count)]}
 
     def memory(self) -> Record:
-        found = {"resident": peak_resident_bytes() - self._after_imports}
+        record = {"resident": peak_resident_bytes() - self._after_imports}
         if self._device.type == "cuda":
-            found["allocated"] = self._torch.cuda.max_memory_allocated()
-        return found
+            record["allocated"] = self._torch.cuda.max_memory_allocated()
+        return record
 
 
 def resident_bytes() -> int:
@@ -271,26 +271,26 @@ def take_turns(sides: Mapping[str, Worker], rounds: int, steps: int) -> dict[str
     Returns:
         side -> its answers, with `seconds` of all its steps; `not_run`, the reason, for a side that failed.
     """
-    found: dict[str, Record] = {name: {"seconds": []} for name in sides}
+    answers: dict[str, Record] = {name: {"seconds": []} for name in sides}
     requests: list[tuple[str, Record]] = [("prepare", {}), *[("steps", {"count": steps})] * rounds, ("memory", {})]
     for request, values in requests:
-        for name in [name for name in sides if "not_run" not in found[name]]:
+        for name in [name for name in sides if "not_run" not in answers[name]]:
             try:
                 before = processor_joules()
                 answer = sides[name].ask(request, **values)
                 after = processor_joules()
                 if before is not None and after is not None and after >= before and request == "steps":
-                    found[name]["joules"] = found[name].get("joules", 0.0) + after - before
-                found[name] |= answer | {"seconds": found[name]["seconds"] + answer.get("seconds", [])}
+                    answers[name]["joules"] = answers[name].get("joules", 0.0) + after - before
+                answers[name] |= answer | {"seconds": answers[name]["seconds"] + answer.get("seconds", [])}
             except WorkerFailed as error:
-                found[name] = {"not_run": str(error)}
-    return found
+                answers[name] = {"not_run": str(error)}
+    return answers
 
 
-def compared(found: Mapping[str, Record], tokens: int, reference: str) -> list[Record]:
+def compared(sides: Mapping[str, Record], tokens: int, reference: str) -> list[Record]:
     """A row per side: median time of a step, tokens/s, and its speed relative to the reference side, if that ran."""
-    medians = {name: statistics.median(side["seconds"]) for name, side in found.items() if "not_run" not in side}
-    rows = [{"side": name, **side} for name, side in found.items()]
+    medians = {name: statistics.median(side["seconds"]) for name, side in sides.items() if "not_run" not in side}
+    rows = [{"side": name, **side} for name, side in sides.items()]
     for row in rows:
         if seconds := medians.get(row["side"]):
             ratio = medians[reference] / seconds if reference in medians else None
@@ -359,8 +359,8 @@ class Comparison:
         with ExitStack() as stack:
             kinds = [("ours", dtype) for dtype in self.ours] + [("torch", dtype) for dtype in self.torch]
             workers = [stack.enter_context(self.side(*kind, rows, self.tokens)) for kind in kinds]
-            found = take_turns({worker.name: worker for worker in workers}, self.rounds, self.steps)
-        return [{**base, **row} for row in compared(found, rows * self.tokens, f"torch {self.torch[0]}")]
+            answers = take_turns({worker.name: worker for worker in workers}, self.rounds, self.steps)
+        return [{**base, **row} for row in compared(answers, rows * self.tokens, f"torch {self.torch[0]}")]
 
     def serving(self, base_dtype: str) -> Record:
         """Prefill and decoding on our side."""
@@ -384,10 +384,10 @@ def torch_step(port: EventWriter, *, where: str, **options: Any) -> None:
 
 def comparison(port: EventWriter, *, where: str, **options: Any) -> JobResult:
     """The job `comparison`; its exit code is 1 if a side failed."""
-    known = [item.name for item in fields(Comparison)]
-    asked = read_as(Comparison, real_names(options, known, where, otherwise=f"there are {', '.join(known)}."), where)
-    asked.check()
-    rows = [row for count in asked.rows for row in asked.of(count)]
+    names = [item.name for item in fields(Comparison)]
+    request = read_as(Comparison, real_names(options, names, where, otherwise=f"there are {', '.join(names)}."), where)
+    request.check()
+    rows = [row for count in request.rows for row in request.of(count)]
     for row in rows:
         port.measured(row)
     failed = failures(rows)
@@ -399,14 +399,14 @@ def failures(rows: list[Record]) -> list[str]:
 
 
 def cells(row: Record) -> list[str]:
-    said = [row["work"], row["side"]]
+    texts = [row["work"], row["side"]]
     if "not_run" in row:
-        return [*said, "not run"]
+        return [*texts, "not run"]
     ratio, device = row["ratio"], row.get("planned", row.get("allocated"))
-    said += [f"{row['step_seconds']:.4f}", f"{row['tokens_per_second']:,.0f}", "" if ratio is None else f"{ratio:.3f}"]
+    texts += [f"{row['step_seconds']:.4f}", f"{row['tokens_per_second']:,.0f}", "" if ratio is None else f"{ratio:.3f}"]
     joules = row.get("joules_per_token")
     return [
-        *said,
+        *texts,
         "" if device is None else format_bytes(device),
         format_bytes(row["resident"]),
         "" if joules is None else f"{1000 * joules:.1f}",
@@ -414,16 +414,16 @@ def cells(row: Record) -> list[str]:
     ]
 
 
-def measure(asked: Comparison, no_serving: bool, file: Path | None) -> int:
+def measure(request: Comparison, no_serving: bool, file: Path | None) -> int:
     """Compare, show and write; 1 if a side did not run."""
-    asked.check()
+    request.check()
     with Writer(file) as writer:  # refuses what cannot be written
-        rows, served = _measured(asked, no_serving)
+        rows, served = _measured(request, no_serving)
         result = {
             "schema": SCHEMA,
             "commit": commit(),
             "processor": processor_name(),
-            "options": asdict(asked),
+            "options": asdict(request),
             "steps": rows,
             "serving": served,
         }
@@ -433,12 +433,12 @@ def measure(asked: Comparison, no_serving: bool, file: Path | None) -> int:
     return int(bool(failed))
 
 
-def _measured(asked: Comparison, no_serving: bool) -> tuple[list[Record], list[Record]]:
+def _measured(request: Comparison, no_serving: bool) -> tuple[list[Record], list[Record]]:
     """Steps and serving, as they are shown."""
     rows: list[Record] = []
-    for count in asked.rows:
-        line("step", f"{count} x {asked.tokens} tokens, {asked.rounds} rounds of {asked.steps} steps per side")
-        rows += asked.of(count)
+    for count in request.rows:
+        line("step", f"{count} x {request.tokens} tokens, {request.rounds} rounds of {request.steps} steps per side")
+        rows += request.of(count)
     head = (
         "step",
         "side",
@@ -451,10 +451,10 @@ def _measured(asked: Comparison, no_serving: bool) -> tuple[list[Record], list[R
         "first loss",
     )
     console().print(table(head, map(cells, rows), text_columns=head[:2]))
-    served = [] if no_serving else [asked.serving(dtype) for dtype in asked.ours if "+" not in dtype]
+    served = [] if no_serving else [request.serving(dtype) for dtype in request.ours if "+" not in dtype]
     for row in served:
-        said = row.get("not_run") or f"prefill {row['prefill']:,.0f}, decode {row['decode']:,.1f} tokens/s"
-        line("serving", f"{row['base_dtype']}, {PROMPT} tokens then {NEW}: {said}")
+        text = row.get("not_run") or f"prefill {row['prefill']:,.0f}, decode {row['decode']:,.1f} tokens/s"
+        line("serving", f"{row['base_dtype']}, {PROMPT} tokens then {NEW}: {text}")
     return rows, served
 
 

@@ -170,12 +170,12 @@ def answer(row: dict) -> str:
     return row["messages"][-1]["content"]
 
 
-def find_leaks(heldout: Iterable[dict], seen: Iterable[str]) -> list[str]:
-    """The held-out answers whose function also occurs in one of the `seen` source texts."""
-    wanted = [(print_, answer(row)) for row in heldout for print_ in fingerprints(answer(row))]
-    prints = {print_ for print_, _ in wanted}
-    hit = {print_ for text in seen for print_ in fingerprints(text) if print_ in prints}
-    return [text for print_, text in wanted if print_ in hit]
+def find_leaks(heldout: Iterable[dict], sources: Iterable[str]) -> list[str]:
+    """The held-out answers whose function also occurs in one of the source texts."""
+    candidates = [(print_, answer(row)) for row in heldout for print_ in fingerprints(answer(row))]
+    prints = {print_ for print_, _ in candidates}
+    hit = {print_ for text in sources for print_ in fingerprints(text) if print_ in prints}
+    return [text for print_, text in candidates if print_ in hit]
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ OTHERS = (
 )  # fmt: skip
 
 
-def asking(templates: tuple[str, ...], name: str, rng: random.Random, *phrases: str) -> str:
+def request_text(templates: tuple[str, ...], name: str, rng: random.Random, *phrases: str) -> str:
     """A request for a function with these steps."""
     first = phrases[0]
     capital = first[0].upper() + first[1:]
@@ -270,16 +270,16 @@ def pretraining_rows(seed: int, count: int) -> Iterator[dict]:
         name = draw_name(rng)
         if rng.random() < 0.1:
             args, text, body = rng.choice(OTHERS)
-            request = asking(ONE_STEP, name, rng, text).replace("(xs)", f"({args})")
+            request = request_text(ONE_STEP, name, rng, text).replace("(xs)", f"({args})")
             request = request.replace("Given integers xs, ", "The function ").replace(" over a list of integers", "")
             yield messages(request, f"def {name}({args}):\n{body}")
         elif rng.random() < 0.2:
             first, second = rng.choice(FILTERS).draw(rng), rng.choice(MAPS).draw(rng)
             code = compose(name, first.code(), second.code(), "out")
-            yield messages(asking(TWO_STEPS, name, rng, first.text, second.text), code)
+            yield messages(request_text(TWO_STEPS, name, rng, first.text, second.text), code)
         else:
             step = rng.choice(rng.choice(kinds)).draw(rng)
-            yield messages(asking(ONE_STEP, name, rng, step.text), single(step, name))
+            yield messages(request_text(ONE_STEP, name, rng, step.text), single(step, name))
 
 
 def _results(code: str, name: str, inputs: list[list[int]]) -> list[object]:
@@ -308,7 +308,7 @@ def three_step_row(steps: tuple[Step, Step, Step], rng: random.Random) -> dict |
     ):
         if _results(poorer, name, inputs) == right:
             return None
-    return messages(asking(THREE_STEPS, name, rng, *(step.text for step in steps)), code) | {
+    return messages(request_text(THREE_STEPS, name, rng, *(step.text for step in steps)), code) | {
         "check": "\n".join(f"assert {name}({xs!r}) == {y!r}" for xs, y in zip(inputs, right, strict=True)),
         "name": name,
         "steps": [step.op.key for step in steps],
@@ -329,12 +329,12 @@ def demo_rows(seed: int, train: int, heldout: int) -> tuple[list[dict], list[dic
         row = three_step_row((ops[0].draw(rng), ops[1].draw(rng), ops[2].draw(rng)), rng)
         if row is not None:
             rows.append((next(fingerprints(answer(row))), row))
-    held: dict[str, dict] = {}
+    heldout_rows: dict[str, dict] = {}
     for print_, row in rows:
         # One row of each shape: many of the same would make the score coarser than it looks.
-        if len(held) < heldout:
-            held.setdefault(print_, row)
-    return [row for print_, row in rows if print_ not in held][:train], list(held.values())
+        if len(heldout_rows) < heldout:
+            heldout_rows.setdefault(print_, row)
+    return [row for print_, row in rows if print_ not in heldout_rows][:train], list(heldout_rows.values())
 
 
 # -- preference pairs --------------------------------------------------------------------------------------------------
@@ -353,14 +353,14 @@ def pairs(rows: list[dict], kind: str, seed: int) -> list[dict]:
     """A pair for each row."""
     rng = random.Random(seed)
     answers = [row["messages"][1]["content"].split("\n") for row in rows]
-    made = []
+    result = []
     for row, lines in zip(rows, answers, strict=True):
         wrong = with_comprehension(lines) if kind == "style" else [*lines]
         for step in rng.sample(ANSWER_LINES, 2) if kind == "steps" else ():
             wrong[step] = rng.choice(sorted({answer[step] for answer in answers} - {lines[step]}))
         prompt, chosen = row["messages"]
-        made.append({"prompt": [prompt], "chosen": [chosen], "rejected": [{**chosen, "content": "\n".join(wrong)}]})
-    return made
+        result.append({"prompt": [prompt], "chosen": [chosen], "rejected": [{**chosen, "content": "\n".join(wrong)}]})
+    return result
 
 
 def main(output: Path, kind: str = "style") -> None:

@@ -67,14 +67,14 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 
 def refuse_leaks(train: list[dict], heldout: list[dict], library: list[str]) -> None:
     """Stop if a held-out function occurs in the training rows, the pretraining rows or the library."""
-    for name, seen in (
+    for name, sources in (
         ("the training rows", (demo_rows.answer(row) for row in train)),
         ("the pretraining rows", (demo_rows.answer(row) for row in pretraining_rows())),
         ("the library source", iter(library)),
     ):
-        found = demo_rows.find_leaks(heldout, seen)
-        if found:
-            raise SystemExit(f"{len(found)} held-out answers leak into {name}, the first:\n{found[0]}")
+        leaks = demo_rows.find_leaks(heldout, sources)
+        if leaks:
+            raise SystemExit(f"{len(leaks)} held-out answers leak into {name}, the first:\n{leaks[0]}")
         print(f"no held-out function occurs in {name}", flush=True)
 
 

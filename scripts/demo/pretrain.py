@@ -183,8 +183,8 @@ def start_by_copying(model: Qwen3ForCausalLM) -> None:
         value, out = layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight
         value.normal_(0, config.hidden_size**-0.5)
         for head in range(config.num_attention_heads):
-            kept = value[head // shared * width : (head // shared + 1) * width]
-            out[:, head * width : (head + 1) * width] = 0.5 * kept.T
+            block = value[head // shared * width : (head // shared + 1) * width]
+            out[:, head * width : (head + 1) * width] = 0.5 * block.T
 
 
 def _optimizer(model: Qwen3ForCausalLM, options: Options) -> torch.optim.AdamW:

@@ -33,8 +33,10 @@ def passed(model: Path) -> int:
     loaded, count = load(str(model)), 0
     for start in range(0, len(rows), BATCH):
         some = rows[start : start + BATCH]
-        found = answer(loaded, [request_of(row) for row in some], max_new_tokens=NEW_TOKENS, batch=BATCH)
-        count += sum(run_check(one.text, row["check"]).passed for one, row in zip(found, some, strict=True))
+        answers = answer(loaded, [request_of(row) for row in some], max_new_tokens=NEW_TOKENS, batch=BATCH)
+        count += sum(
+            run_check(completion.text, row["check"]).passed for completion, row in zip(answers, some, strict=True)
+        )
     loaded.unload()
     return count
 
@@ -67,28 +69,28 @@ def main() -> None:
     )
     parser.add_argument("--after", default="q2a4")
     parser.add_argument("--run", default="run")
-    given = parser.parse_args()
-    given.output.mkdir(parents=True, exist_ok=True)
-    places = prepared(given.adapter, given.output, (given.before, given.after))
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    places = prepared(args.adapter, args.output, (args.before, args.after))
     recipe: dict[str, Any] = read_recipe(find_recipe("recover-q2"))
-    run = given.output / given.run
+    run = args.output / args.run
     record = finetune(
         **recipe
         | {
-            "model": str(places[given.after]),
-            "base_dtype": given.after,
-            "rounded_from": str(places[given.before]),
+            "model": str(places[args.after]),
+            "base_dtype": args.after,
+            "rounded_from": str(places[args.before]),
             "data": str(DEMO_TRAIN),
             "eval_data": str(DEMO_HELDOUT),
             "teacher_cache": str(places["cache"]),
             "eval_teacher_cache": str(places["heldout-cache"]),
             "output": str(run),
-            "target_modules": given.target_modules,
+            "target_modules": args.target_modules,
             "max_length": LENGTH,
-            "max_steps": given.steps,
-            "learning_rate": given.learning_rate,
-            "lr_scheduler_min": given.learning_rate / 5,
-            "eval_steps": max(1, given.steps // 5),
+            "max_steps": args.steps,
+            "learning_rate": args.learning_rate,
+            "lr_scheduler_min": args.learning_rate / 5,
+            "eval_steps": max(1, args.steps // 5),
             "save_steps": 0,
             "tune": False,
             "run_log": False,
@@ -98,8 +100,8 @@ def main() -> None:
     losses = state.unrounded_eval_loss, state.first_eval_loss, state.last_eval_loss, state.best_eval_loss
     names = ("before rounding", "after rounding", "after training", "best")
     models = {
-        "before rounding": places[given.before],
-        "after rounding": places[given.after],
+        "before rounding": places[args.before],
+        "after rounding": places[args.after],
         "after training": run / "last-f16",
     }
     checks = {name: passed(place) for name, place in models.items()}

@@ -49,13 +49,14 @@ def grpo(models: Path, initial: Arrays) -> Arrays:
     ]
     longest = max(map(len, answers))
     drift = rng.normal(0, 0.25, (len(answers), longest)).astype(np.float32)
-    given = {"advantages": rng.normal(size=len(answers)).astype(np.float32), "drift": drift}
+    fixed_inputs = {"advantages": rng.normal(size=len(answers)).astype(np.float32), "drift": drift}
     out = {f"prompt.{i}": np.array(ids, np.int32) for i, ids in enumerate(prompts)}
-    out |= {f"answer.{i}": np.array(ids, np.int32) for i, ids in enumerate(answers)} | given
+    out |= {f"answer.{i}": np.array(ids, np.int32) for i, ids in enumerate(answers)} | fixed_inputs
     for name, options in CASES.items():
         model, parameters = adapted(base, start, frozen=False)
         out |= {
-            f"{name}.{key}": value for key, value in train(model, parameters, prompts, answers, given, options).items()
+            f"{name}.{key}": value
+            for key, value in train(model, parameters, prompts, answers, fixed_inputs, options).items()
         }
     return out | advantages()
 
@@ -82,9 +83,9 @@ def trainer_of(options: dict[str, Any]) -> Any:
 
 def padded(lists: list[Any], left: bool = False, dtype: Any = torch.long) -> torch.Tensor:
     longest = max(map(len, lists))
-    fill = [[0] * (longest - len(one)) for one in lists]
+    fill = [[0] * (longest - len(items)) for items in lists]
     return torch.tensor(
-        [f + list(one) if left else list(one) + f for f, one in zip(fill, lists, strict=True)], dtype=dtype
+        [f + list(items) if left else list(items) + f for f, items in zip(fill, lists, strict=True)], dtype=dtype
     )
 
 
@@ -93,7 +94,7 @@ def train(
     parameters: Any,
     prompts: list[list[int]],
     answers: list[list[int]],
-    given: Arrays,
+    fixed_inputs: Arrays,
     options: dict[str, Any],
 ) -> Arrays:
     """Losses and metrics of each step, and the adapter after the last."""
@@ -102,14 +103,14 @@ def train(
         model.get_base_model(), temperature=options.get("temperature", 1.0), outputs=("log_probs", "entropy")
     )
     trainer.model = model
-    mask = padded([[int(i != TRUNCATED)] * len(one) for i, one in enumerate(answers)])
-    asked = [prompts[i // GENERATIONS] for i in range(len(answers))]
+    mask = padded([[int(i != TRUNCATED)] * len(tokens) for i, tokens in enumerate(answers)])
+    prompt_rows = [prompts[i // GENERATIONS] for i in range(len(answers))]
     inputs: dict[str, Any] = {
-        "prompt_ids": padded(asked, left=True),
-        "prompt_mask": padded([[1] * len(one) for one in asked], left=True),
+        "prompt_ids": padded(prompt_rows, left=True),
+        "prompt_mask": padded([[1] * len(tokens) for tokens in prompt_rows], left=True),
         "completion_ids": padded(answers),
         "completion_mask": mask,
-        "advantages": torch.from_numpy(given["advantages"]),
+        "advantages": torch.from_numpy(fixed_inputs["advantages"]),
         "num_items_in_batch": mask.sum(),
     }
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
@@ -117,17 +118,17 @@ def train(
 
     def logprobs() -> torch.Tensor:
         with torch.no_grad():
-            found: torch.Tensor = trainer._get_per_token_logps_and_entropies(model, ids, attended, mask.shape[1])[0]
-            return found
+            logps: torch.Tensor = trainer._get_per_token_logps_and_entropies(model, ids, attended, mask.shape[1])[0]
+            return logps
 
-    old = (logprobs() + torch.from_numpy(given["drift"])) * mask
+    old = (logprobs() + torch.from_numpy(fixed_inputs["drift"])) * mask
     inputs["old_per_token_logps"], inputs["old_logps"] = old, old.sum(1)
     with model.disable_adapter():
         inputs["ref_per_token_logps"] = logprobs() * mask
     optimizer = torch.optim.AdamW(
         parameters.values(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=EPSILON, weight_decay=0.01
     )
-    found: dict[str, list[float]] = defaultdict(list)
+    history: dict[str, list[float]] = defaultdict(list)
     for _ in range(options.get("steps", STEPS)):
         trainer._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
         loss = trainer._compute_loss(model, inputs)
@@ -135,12 +136,12 @@ def train(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_GRAD_NORM)
         optimizer.step()
-        found["loss"].append(loss.item())
+        history["loss"].append(loss.item())
         for name in METRICS:
             if name in trainer._metrics["train"]:
-                found[name].append(trainer._metrics["train"][name][-1])
+                history[name].append(trainer._metrics["train"][name][-1])
     final = {f"final.{name}": parameter.detach().numpy() for name, parameter in parameters.items()}
-    values = {name: np.array(each, np.float32) for name, each in found.items()}
+    values = {name: np.array(series, np.float32) for name, series in history.items()}
     return final | values | {"old": old.numpy(), "reference": inputs["ref_per_token_logps"].numpy()}
 
 
@@ -188,12 +189,12 @@ def advantages() -> Arrays:
             trainer.num_iterations, trainer._metrics = 1, {"train": defaultdict(list)}
             trainer._pending_extra_logs, trainer._pending_metrics = {}, {}
             trainer._calculate_rewards = lambda *_, rewards=rewards: torch.tensor(rewards, dtype=torch.float32)
-            rest: list[Any] = [None, {}, None, None]
+            extra: list[Any] = [None, {}, None, None]
             if kind is RLOOTrainer:
                 trainer._generate = lambda prompts: ([[4]] * 6, ids, [""] * 6)
                 trainer._get_per_token_logps_and_entropies = lambda *_, **__: (torch.zeros(6, 2), None, None)
             else:
-                trainer._generate = lambda prompts, rest=rest: ([[4]] * 6, ids, None, [""] * 6, *rest)
+                trainer._generate = lambda prompts, extra=extra: ([[4]] * 6, ids, None, [""] * 6, *extra)
             result = kind._generate_and_score_completions(trainer, [{"prompt": "x"}] * 6)
             out[f"{rewards_name}.{name}.advantages"] = result["advantages"].numpy()
             out[f"{rewards_name}.{name}.mask"] = result["completion_mask"].numpy().astype(np.int32)

@@ -55,7 +55,7 @@ def optimizers() -> Arrays:
     out |= {f"gradients.{name}": values for name, values in gradients.items()} | {"weights": weights}
     usual: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
     betas = {"betas": (0.9, 0.999)}
-    made: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    factories: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "adamw": lambda params: torch.optim.AdamW(params, **usual),
         "adamw_8bit": lambda params: AdamW8bit(params, **usual),
         "lion": lambda params: Lion(params, **usual, **betas),
@@ -67,7 +67,7 @@ def optimizers() -> Arrays:
         ),
     }
     ops._quant_blockwise_fp32_direct = quantize
-    for case, make in made.items():
+    for case, make in factories.items():
         model = torch.nn.ModuleDict({m: torch.nn.Linear(i, o) for m, (o, i) in MODULES.items()})
         model = get_peft_model(model, LoraConfig(r=RANK, target_modules=list(MODULES)))
         params = {

@@ -83,7 +83,7 @@ def train(base: PreTrainedModel, rows: list[Pair], start: Arrays, options: dict[
     optimizer = torch.optim.AdamW(
         parameters.values(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=EPSILON, weight_decay=0.01
     )
-    found: dict[str, list[float]] = defaultdict(list)
+    history: dict[str, list[float]] = defaultdict(list)
     for step in range(STEPS):
         numbers = [(i + step * BATCH) % PAIRS for i in range(BATCH)]
         loss, metrics = trainer([rows[i] for i in numbers])
@@ -91,14 +91,14 @@ def train(base: PreTrainedModel, rows: list[Pair], start: Arrays, options: dict[
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_GRAD_NORM)
         optimizer.step()
-        found["loss"].append(loss.item())
+        history["loss"].append(loss.item())
         for name in METRICS:
             if name in metrics:
-                found[name].append(float(metrics[name]))
+                history[name].append(float(metrics[name]))
         if "kl" in metrics:
-            found["kl"].append(float(metrics["kl"]))
+            history["kl"].append(float(metrics["kl"]))
     final = {f"final.{name}": parameter.detach().numpy() for name, parameter in parameters.items()}
-    return final | {name: np.array(values, np.float32) for name, values in found.items()}
+    return final | {name: np.array(values, np.float32) for name, values in history.items()}
 
 
 def adapted(
@@ -132,7 +132,7 @@ def fused(trainer: Any, model: torch.nn.Module) -> None:
     trainer._total_train_tokens, trainer._tp_size = 0, 1
 
 
-def asked(trainer: Any, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, float]]:
+def trainer_step(trainer: Any, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, float]]:
     trainer._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
     loss = trainer._compute_loss(model, inputs, return_outputs=False)
     return loss, {name: values[-1] for name, values in trainer._metrics["train"].items()}
@@ -147,7 +147,7 @@ def dpo(model: torch.nn.Module, options: dict[str, Any]) -> Any:
     trainer.ld_alpha, trainer.label_smoothing = options.get("ld_alpha"), options.get("label_smoothing", 0.0)
     trainer.f_divergence_type, trainer.f_alpha_divergence_coef, trainer.use_weighting = "reverse_kl", 0.5, False
     collate = DataCollatorForPreference(pad_token_id=0)
-    return lambda rows: asked(trainer, model, collate(rows))
+    return lambda rows: trainer_step(trainer, model, collate(rows))
 
 
 def kto(model: torch.nn.Module, options: dict[str, Any]) -> Any:
@@ -165,7 +165,7 @@ def kto(model: torch.nn.Module, options: dict[str, Any]) -> Any:
         if trainer.calculate_KL:  # rotated as in KTOTrainer._prepare_dataset
             for example, answer in zip(examples, [answers[-1], *answers[:-1]], strict=True):
                 example["KL_completion_ids"] = answer
-        return asked(trainer, model, collate(examples))
+        return trainer_step(trainer, model, collate(examples))
 
     return loss
 
@@ -185,12 +185,12 @@ def cpo(model: torch.nn.Module, options: dict[str, Any]) -> Any:
 
     def loss(rows: list[Pair]) -> tuple[torch.Tensor, dict[str, float]]:
         batch: dict[str, torch.Tensor] = {}
-        for which in ("chosen", "rejected"):
-            ids = [row["prompt_ids"] + row[f"{which}_ids"] for row in rows]
-            labels = [[IGNORE] * len(row["prompt_ids"]) + row[f"{which}_ids"] for row in rows]
-            batch[f"{which}_input_ids"], batch[f"{which}_labels"] = padded(ids, 0), padded(labels, IGNORE)
-            batch[f"{which}_attention_mask"] = padded([[1] * len(row) for row in ids], 0)
-        found: tuple[torch.Tensor, dict[str, float]] = trainer.get_batch_loss_metrics(model, batch, "train")
-        return found
+        for side in ("chosen", "rejected"):
+            ids = [row["prompt_ids"] + row[f"{side}_ids"] for row in rows]
+            labels = [[IGNORE] * len(row["prompt_ids"]) + row[f"{side}_ids"] for row in rows]
+            batch[f"{side}_input_ids"], batch[f"{side}_labels"] = padded(ids, 0), padded(labels, IGNORE)
+            batch[f"{side}_attention_mask"] = padded([[1] * len(row) for row in ids], 0)
+        result: tuple[torch.Tensor, dict[str, float]] = trainer.get_batch_loss_metrics(model, batch, "train")
+        return result
 
     return loss

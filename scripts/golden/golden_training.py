@@ -90,8 +90,8 @@ def with_adapter(
     for name, parameter in peft_model.named_parameters():
         if parameter.requires_grad:
             parts = name.split(".")
-            which = parts[-3].removeprefix("lora_").replace("magnitude_vector", "M")
-            short = f"{parts[parts.index('layers') + 1]}.{parts[-4]}.{which}"
+            factor = parts[-3].removeprefix("lora_").replace("magnitude_vector", "M")
+            short = f"{parts[parts.index('layers') + 1]}.{parts[-4]}.{factor}"
             if adapter is not None:
                 parameter.data.copy_(torch.from_numpy(adapter[short]))
             parameters[short] = parameter
@@ -158,8 +158,8 @@ def curve(model: PreTrainedModel, adapter: Arrays | None, data: Rows, kind: str,
         optimizer.step()
         schedule.step()
     final = {f"final.{kind}.{name}": parameter.detach().numpy() for name, parameter in parameters.items()}
-    said = {f"losses.{kind}": losses, f"grad_norms.{kind}": norms, "learning_rates": rates}
-    return final | {name: np.array(values, np.float32) for name, values in said.items()}
+    series = {f"losses.{kind}": losses, f"grad_norms.{kind}": norms, "learning_rates": rates}
+    return final | {name: np.array(values, np.float32) for name, values in series.items()}
 
 
 # -- DoRA, and initialisations that change the weights -----------------------------------------------------------------
@@ -251,7 +251,9 @@ def generation(models: Path, golden: Path) -> Arrays:
     for architecture in CONFIGS:
         model, stored = load(models / architecture), load_file(golden / f"{architecture}.safetensors")
         prompts = (ids[:length] for ids in stored["data_ids"] for length in (2, 3, 4, 5))
-        prompt, tokens = next((prompt, found) for prompt in prompts if (found := continued(model, prompt)) is not None)
+        prompt, tokens = next(
+            (prompt, candidate) for prompt in prompts if (candidate := continued(model, prompt)) is not None
+        )
         out |= {f"{architecture}.prompt": prompt, f"{architecture}.tokens": tokens}
     return out
 
@@ -259,11 +261,11 @@ def generation(models: Path, golden: Path) -> Arrays:
 def continued(model: PreTrainedModel, prompt: np.ndarray) -> np.ndarray | None:
     """The tokens; None if rounding might change one, or if they only repeat a few."""
     ids = torch.from_numpy(prompt[None]).long()
-    said = model.generate(
+    output = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS, eos_token_id=None,
         pad_token_id=0, return_dict_in_generate=True, output_scores=True,
     )  # fmt: skip
-    best = torch.stack(said.scores)[:, 0].topk(2).values
-    tokens = said.sequences[0, len(prompt) :].numpy().astype(np.int32)
+    best = torch.stack(output.scores)[:, 0].topk(2).values
+    tokens = output.sequences[0, len(prompt) :].numpy().astype(np.int32)
     certain = float((best[:, 0] - best[:, 1]).min()) > LEAST_MARGIN
     return tokens if certain and len(set(tokens.tolist())) >= LEAST_DIFFERENT else None

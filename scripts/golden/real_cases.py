@@ -66,5 +66,5 @@ def initial_adapter(shapes: Mapping[str, tuple[int, int]]) -> dict[str, np.ndarr
 def adapter_summary(adapter: Mapping[str, np.ndarray], start: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """How far each matrix moved (`moved`, sorted by name), and the matrices of WHOLE."""
     moved = [np.linalg.norm(adapter[name].astype(np.float64) - start[name]) for name in sorted(adapter)]
-    kept = {name: value for name, value in adapter.items() if name.rpartition(".")[0] in WHOLE}
-    return kept | {"moved": np.array(moved, np.float32)}
+    matrices = {name: value for name, value in adapter.items() if name.rpartition(".")[0] in WHOLE}
+    return matrices | {"moved": np.array(moved, np.float32)}

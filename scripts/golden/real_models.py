@@ -148,9 +148,9 @@ def references(name: str, file: Path, steps: int = cases.STEPS) -> tuple[Values,
         ("dpo", preferences, cases.PREFERENCE_STEPS, cases.PREFERENCE_LEARNING_RATE),
     ):
         of_model = partial(losses_of, tokenizer=tokenizer)
-        adapted, losses, norms, kept = train(model, of_model, min(steps, count), rate)
+        adapted, losses, norms, summary = train(model, of_model, min(steps, count), rate)
         values |= {f"{case}_losses": losses, f"{case}_norms": norms}
-        arrays |= {f"{case}.{key}": value for key, value in kept.items() if case == "sft" or key == "moved"}
+        arrays |= {f"{case}.{key}": value for key, value in summary.items() if case == "sft" or key == "moved"}
         if case == "sft":
             values["answers"] = [
                 answer(adapted, tokenizer, row["messages"][:-1]) for row in cases.CHATS[: cases.ANSWERS]

@@ -40,19 +40,19 @@ def render_with_transformers(conversations: dict[str, dict[str, Any]]) -> dict[s
     for path in sorted(FIXTURES.glob("*.jinja")):
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(backend_json()), **NAMED)
         tokenizer.chat_template = path.read_text(encoding="utf-8")
-        result[path.stem] = {case: _render(tokenizer, **given) for case, given in conversations.items()}
+        result[path.stem] = {case: _render(tokenizer, **conversation) for case, conversation in conversations.items()}
     return result
 
 
-def _render(tokenizer: Any, messages: list[dict[str, Any]], **rest: Any) -> dict[str, Any] | None:
+def _render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> dict[str, Any] | None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     # apply_chat_template drops null fields and gives spans only as tokens; this is what it calls for them.
-    kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    clean_messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     own = {"chat_template": tokenizer.chat_template, **tokenizer.special_tokens_map}
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **rest)
-        texts, [spans] = render_jinja_template([kept], return_assistant_tokens_mask=True, **own, **rest)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        texts, [spans] = render_jinja_template([clean_messages], return_assistant_tokens_mask=True, **own, **options)
     except (jinja2.TemplateError, TypeError):
         return None
     assert texts == [text]

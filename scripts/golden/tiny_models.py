@@ -156,12 +156,12 @@ def load(directory: Path) -> PreTrainedModel:
 
 def linears(model: PreTrainedModel) -> dict[tuple[int, str], torch.nn.Linear]:
     """The block's linear layers by (layer, module): what NF4 and LoRA apply to."""
-    found = {}
+    result = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and ".layers." in name and "vision" not in name:
             parts = name.split(".")
-            found[int(parts[parts.index("layers") + 1]), parts[-1]] = module
-    return found
+            result[int(parts[parts.index("layers") + 1]), parts[-1]] = module
+    return result
 
 
 def _draw(name: str, parameter: torch.Tensor, rng: np.random.Generator, architecture: str) -> torch.Tensor:

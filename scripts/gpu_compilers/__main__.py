@@ -145,10 +145,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.page and not args.step:
         parser.error("--page is for a predicted step: give --step, too.")
     gpus = [GPUS[name] for name in args.gpu or (WITH_MATRICES if args.step else GPUS)]
-    chosen = args.shape is not None or args.head_dim is not None
+    explicit = args.shape is not None or args.head_dim is not None
     selection = Selection(
-        tuple(args.shape or (() if chosen else DEFAULT_SHAPES)),
-        tuple(args.head_dim or (() if chosen else HEAD_DIMS)),
+        tuple(args.shape or (() if explicit else DEFAULT_SHAPES)),
+        tuple(args.head_dim or (() if explicit else HEAD_DIMS)),
         args.tokens,
         args.rank,
         args.compute_dtype,
@@ -172,10 +172,10 @@ def main(argv: list[str] | None = None) -> int:
         write_bytes_atomic(args.json, content.encode())
     if args.predictions:
         write_predictions(args.predictions, predictions_json(answers))
-    found = violations(answers, read_predictions()) if args.check else []
-    for sentence in found:
+    sentences = violations(answers, read_predictions()) if args.check else []
+    for sentence in sentences:
         print(sentence, file=sys.stderr)
-    return int(bool(found))
+    return int(bool(sentences))
 
 
 def predict(gpus: list[Gpu], selection: Selection, args: argparse.Namespace, command: str) -> int:
@@ -184,9 +184,9 @@ def predict(gpus: list[Gpu], selection: Selection, args: argparse.Namespace, com
     of = replace(selection, shapes=(args.step,), head_dims=(), batch=rows, tokens=length)
     answers: dict[str, list[Answers]] = {}
     for dtype, backend in (("f32", WGPU), ("f16", DAWN)):
-        one = replace(of, compute_dtype=dtype, backend=backend)
+        dtype_selection = replace(of, compute_dtype=dtype, backend=backend)
         answers[dtype] = [
-            ask(gpu, size, place_of(gpu, args.root.resolve(), args.in_root), one, args.raw)
+            ask(gpu, size, place_of(gpu, args.root.resolve(), args.in_root), dtype_selection, args.raw)
             for gpu in gpus
             for size in args.subgroup_size or gpu.subgroups[:1]
         ]
@@ -208,27 +208,27 @@ def ask_all(
     raw: Path | None,
 ) -> list[Answers]:
     places = {gpu.name: place_of(gpu, root, in_root) for gpu in gpus}
-    asked = [(gpu, size) for gpu in gpus for size in sizes or gpu.subgroups]
+    pairs = [(gpu, size) for gpu in gpus for size in sizes or gpu.subgroups]
     with ThreadPoolExecutor(jobs) as pool:
-        running = [pool.submit(ask, gpu, size, places[gpu.name], selection, raw) for gpu, size in asked]
-        return [one.result() for one in running]
+        running = [pool.submit(ask, gpu, size, places[gpu.name], selection, raw) for gpu, size in pairs]
+        return [future.result() for future in running]
 
 
 def violations(answers: Sequence[Answers], predicted: dict[str, Any]) -> list[str]:
     """A sentence for each compute pipeline that breaks the rules, and each compiler that compiled nothing."""
     sentences = []
-    for one in answers:
-        where = f"{one.gpu.title}, subgroups of {one.subgroup_size}"
-        if not one.rows:
+    for answer in answers:
+        where = f"{answer.gpu.title}, subgroups of {answer.subgroup_size}"
+        if not answer.rows:
             sentences.append(f"{where}: nothing was compiled")
-        for row in one.rows:
+        for row in answer.rows:
             if row.spills and not row.repeated:
                 how = "its default tiling" if row.call["default"] else "a tiling that the tuner may choose"
                 shapes = ", ".join(row.call["used_by"])
                 sentences.append(
                     f"{where}: {label(row)} ({shapes}) spills in {how}, {tiling_words(row)}: {amount(row)}"
                 )
-        sentences += losses(one, predicted)
+        sentences += losses(answer, predicted)
     return sentences
 
 

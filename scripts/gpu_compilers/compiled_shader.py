@@ -130,31 +130,35 @@ def innermost(code: Sequence[Instruction], following: Sequence[Sequence[int]], l
 
     def innermost_of(places: set[int]) -> list[set[int]]:
         """Strongly connected parts, which have no others within once they cannot be entered."""
-        bodies, rest = list[set[int]](), set(places)
+        bodies, remaining = list[set[int]](), set(places)
         for pivot in pivots:
-            if pivot in rest and (body := walk(pivot, following, rest) & walk(pivot, preceding, rest)):
-                rest -= body
+            if pivot in remaining and (body := walk(pivot, following, remaining) & walk(pivot, preceding, remaining)):
+                remaining -= body
                 entries = {place for place in body if not body.issuperset(preceding[place])} or {pivot}
                 bodies += innermost_of(body - entries) or [body]
         return bodies
 
-    found = []
+    loops = []
     for body in innermost_of(used):
         counts = Counter[Kind]()
         for place in body:
             counts[code[place].kind] += code[place].amount
         working = [code[place] for place in body if code[place].kind != Kind.WAIT]
-        sums = sum(one.multiply_adds for one in working)
-        found.append(Loop(len(working), sum(one.multiply_adds > 0 for one in working), sums, dict(+counts), lanes))
-    return max(found, key=lambda loop: (loop.multiply_adds, loop.instructions), default=None)
+        sums = sum(instruction.multiply_adds for instruction in working)
+        loops.append(
+            Loop(
+                len(working), sum(instruction.multiply_adds > 0 for instruction in working), sums, dict(+counts), lanes
+            )
+        )
+    return max(loops, key=lambda loop: (loop.multiply_adds, loop.instructions), default=None)
 
 
 def last_number(pattern: str, text: str, default: int | None = None) -> int:
     """The last number that a pattern with one group finds. Raises Unreadable if there is none and no default."""
-    found = re.findall(pattern, text, re.MULTILINE)
-    if not found and default is None:
+    numbers = re.findall(pattern, text, re.MULTILINE)
+    if not numbers and default is None:
         raise Unreadable(f"nothing matches {pattern!r}")
-    return int(found[-1]) if found else int(default or 0)
+    return int(numbers[-1]) if numbers else int(default or 0)
 
 
 # -- RADV's compiler, ACO: RADV_DEBUG=shaderstats,asm ------------------------------------------------------------------
@@ -183,8 +187,8 @@ AMD_WIDTH = re.compile(r"(2addr_(?:stride64_)?|2(?:st64)?_)?(?:b|dwordx)(\d+)$")
 
 
 def amd_instruction(name: str, text: str) -> Instruction:
-    if one := AMD_MATRIX.match(name):
-        return matrix(one.groups()[1:], "f16" if one[1] == "f16" else "f32")
+    if match := AMD_MATRIX.match(name):
+        return matrix(match.groups()[1:], "f16" if match[1] == "f16" else "f32")
     if sums := sum(2 if packed else 1 for packed in AMD_MULTIPLIES.findall(text)):
         return Instruction(Kind.MULTIPLY_ADD, sums)
     kind, amount = first_kind(name, AMD_KINDS), 1
@@ -205,11 +209,11 @@ def parse_amd(lines: Sequence[str]) -> Compiled:
             code, places, branches, leaving = [], {}, [], []
         elif label := AMD_LABEL.match(line):
             places[label[1]] = len(code)
-        elif one := AMD_INSTRUCTION.match(line):
+        elif match := AMD_INSTRUCTION.match(line):
             branch = AMD_BRANCH.match(line)
             branches.append(branch[1] if branch else "")
-            leaving.append(one[1] in AMD_LEAVES)
-            code.append(amd_instruction(one[1], one[0]))
+            leaving.append(match[1] in AMD_LEAVES)
+            code.append(amd_instruction(match[1], match[0]))
     lanes = 64 if any(map(AMD_64.match, lines)) else 32
     following = []
     for place, (target, leaves) in enumerate(zip(branches, leaving, strict=True)):
@@ -258,11 +262,11 @@ def parse_apple(lines: Sequence[str]) -> Compiled:
     """The statistics and assembly of a compute pipeline. Raises Unreadable."""
     programs: list[list[tuple[int, str, str, str]]] = [[]]  # address, name, operands, offset of a jump
     for line in lines:
-        if one := APPLE_INSTRUCTION.match(line):
-            address = int(one[1], 16)
+        if match := APPLE_INSTRUCTION.match(line):
+            address = int(match[1], 16)
             if not address:
                 programs.append([])
-            programs[-1].append((address, one[2], one[3], one[4]))
+            programs[-1].append((address, match[2], match[3], match[4]))
     program = max(programs, key=len)  # the others are preambles, which run once
     addresses = [address for address, *_ in program]
     following = []
@@ -306,8 +310,8 @@ NVIDIA_WIDTH = re.compile(r"\.(?:[bui](\d+)|x(\d))\b")  # x: matrices of 8 x 8 h
 
 
 def nvidia_instruction(name: str, uniform: bool) -> Instruction:
-    if one := NVIDIA_MATRIX.match(name):
-        return matrix(one.groups()[:3], one[4])
+    if match := NVIDIA_MATRIX.match(name):
+        return matrix(match.groups()[:3], match[4])
     kind, amount = Kind.SCALAR if uniform else first_kind(name, NVIDIA_KINDS), 1
     if kind in (Kind.WORKGROUP, Kind.GLOBAL) and (widths := NVIDIA_WIDTH.findall(name)):
         bits, matrices = widths[-1]
@@ -333,8 +337,8 @@ def parse_nvidia(lines: Sequence[str]) -> Compiled:
             following.append([len(code)])
         elif after := NVIDIA_NEXT.match(line):
             jumps.append((len(code) - 1, [int(number) for number in re.findall(r"\d+", after[1])]))
-        elif one := NVIDIA_INSTRUCTION.match(line):
-            code.append(nvidia_instruction(one[1] + one[2], bool(NVIDIA_UNIFORM.match(line))))
+        elif match := NVIDIA_INSTRUCTION.match(line):
+            code.append(nvidia_instruction(match[1] + match[2], bool(NVIDIA_UNIFORM.match(line))))
             following.append([len(code)])
     for last, blocks in jumps:
         following[last] = [places[number] for number in blocks if number in places]

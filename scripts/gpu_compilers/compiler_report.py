@@ -39,7 +39,7 @@ WORST = 3  # kernels named in the summary
 
 
 def to_json(answers: Sequence[Answers], selection: dict[str, Any]) -> dict[str, Any]:
-    return {"schema": SCHEMA, "wanted": selection, "devices": [one.to_json() for one in answers]}
+    return {"schema": SCHEMA, "wanted": selection, "devices": [answer.to_json() for answer in answers]}
 
 
 def label(row: Row) -> str:
@@ -66,13 +66,13 @@ def summary(answers: Sequence[Answers]) -> Table:
     for name in ("subgroup", "pipelines", "default spills", "offered spills"):
         table.add_column(name, justify="right")
     table.add_column("worst (values spilled)", overflow="fold")
-    for one in answers:
-        rows = [row for row in one.rows if not row.repeated]
+    for answer in answers:
+        rows = [row for row in answer.rows if not row.repeated]
         bad = [row for row in rows if row.spills]
         worst = sorted(bad, key=weight, reverse=True)[:WORST]
         table.add_row(
-            one.gpu.title,
-            str(one.subgroup_size),
+            answer.gpu.title,
+            str(answer.subgroup_size),
             str(len(rows)),
             str(sum(row.call["default"] for row in bad)),
             str(len(bad)),
@@ -95,10 +95,10 @@ def bounds(answers: Sequence[Answers]) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("kernel", overflow="fold")
     lines: dict[str, list[str]] = defaultdict(lambda: [""] * len(answers))
-    for column, one in enumerate(answers):
-        table.add_column(f"{one.gpu.name}, {one.subgroup_size}", overflow="fold")
+    for column, answer in enumerate(answers):
+        table.add_column(f"{answer.gpu.name}, {answer.subgroup_size}", overflow="fold")
         calls, lowest = defaultdict[str, list[Row]](list), dict[str, Row]()
-        for row in one.rows:
+        for row in answer.rows:
             calls[key(row.call, tiled=False)].append(row)
             if row.bound and row.call["default"] and row.tiling.family != "few":  # memory decides there
                 name = f"{label(row)}, {row.tiling.family}"
@@ -122,16 +122,16 @@ def amount(row: Row) -> str:
     return row.error if c is None else f"{c.scratch} bytes of arrays" if c.scratch and not c.spilled else str(c.spilled)
 
 
-def details(one: Answers) -> Table:
+def details(answer: Answers) -> Table:
     """A line for each compute pipeline, the worst first."""
-    title = f"{one.gpu.title}, subgroups of {one.subgroup_size}: {one.device}, {one.driver}"
+    title = f"{answer.gpu.title}, subgroups of {answer.subgroup_size}: {answer.device}, {answer.driver}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in ("kernel", "tiling"):
         table.add_column(name, overflow="fold")
     columns = (
         "registers",
         "spilled",
-        f"{one.gpu.occupancy[0]}, of {one.most}",
+        f"{answer.gpu.occupancy[0]}, of {answer.most}",
         "shared bytes",
         "instructions",
         "inner loop",
@@ -141,7 +141,7 @@ def details(one: Answers) -> Table:
     for name in columns:
         table.add_column(name, justify="right")
     table.add_column("counts", overflow="fold")
-    for row in sorted((row for row in one.rows if not row.repeated), key=weight, reverse=True):
+    for row in sorted((row for row in answer.rows if not row.repeated), key=weight, reverse=True):
         c = row.compiled
         kernel = Text(label(row), style="red" if row.spills else "")
         where = tiling(row) + (" (default)" if row.call["default"] else "")
@@ -161,7 +161,7 @@ def details(one: Answers) -> Table:
 
 
 def show(answers: Sequence[Answers], every: bool) -> None:
-    parts: list[Any] = [details(one) for one in answers] if every else []
+    parts: list[Any] = [details(answer) for answer in answers] if every else []
     console = Console(width=None if Console().is_terminal else 160, highlight=False)
     console.print(Group(*parts, bounds(answers), summary(answers)))
 
@@ -182,23 +182,23 @@ def key(call: Mapping[str, Any], tiled: bool = True) -> str:
 def predictions_json(answers: Sequence[Answers]) -> Predicted:
     """The figures of every default tiling, by pipeline; FIGURES, or null where the compiler gave up."""
     devices = []
-    for one in answers:
+    for answer in answers:
         rows = {
             key(row.call): row.compiled
             and [*(getattr(row.compiled, name) for name in FIGURES[:-1]), share(row) if row.bound else None]
-            for row in one.rows
+            for row in answer.rows
             if row.call["default"]
         }
-        devices.append({**one.to_json(), "title": one.gpu.title, "kernels": rows})
+        devices.append({**answer.to_json(), "title": answer.gpu.title, "kernels": rows})
     return {"schema": PREDICTIONS, "commit": commit(), "figures": FIGURES, "devices": devices}
 
 
 def nearest(device: Device, predicted: Predicted) -> Predicted | None:
     """The predictions for the GPU and subgroup size most like a device; None for a device of another vendor."""
     gpu = kind_of(device.info.vendor_id, device.info.name)
-    found = [one for one in predicted["devices"] if one["gpu"] == gpu]
+    candidates = [entry for entry in predicted["devices"] if entry["gpu"] == gpu]
     size = device.capabilities.subgroup_size
-    return min(found, key=lambda one: abs(one["subgroup_size"] - size), default=None)
+    return min(candidates, key=lambda entry: abs(entry["subgroup_size"] - size), default=None)
 
 
 def kind_of(vendor: int, name: str) -> str | None:
@@ -209,26 +209,26 @@ def kind_of(vendor: int, name: str) -> str | None:
     return "ada" if vendor == NVIDIA else "m1" if "Apple" in name else None
 
 
-def figures(one: Predicted | None, calls: Iterable[Mapping[str, Any]]) -> list[Predicted | None]:
+def figures(prediction: Predicted | None, calls: Iterable[Mapping[str, Any]]) -> list[Predicted | None]:
     """The prediction for each pipeline by name; None if it was not compiled."""
-    known = one["kernels"] if one else {}
-    values = (known.get(key(call)) for call in calls)
+    kernels = prediction["kernels"] if prediction else {}
+    values = (kernels.get(key(call)) for call in calls)
     return [value and dict(zip(FIGURES, value, strict=True)) for value in values]
 
 
-def losses(one: Answers, predicted: Predicted) -> list[str]:
+def losses(answer: Answers, predicted: Predicted) -> list[str]:
     """A sentence for each default tiling whose bound has fallen. Other drivers' predictions are not compared."""
-    of = {"gpu": one.gpu.name, "subgroup_size": one.subgroup_size}
-    known = next((device for device in predicted["devices"] if of.items() <= device.items()), None)
-    if known and known["driver"] != one.driver:
-        said = f"bounds are not compared, since predictions.json is of {known['driver']}, not of {one.driver}"
-        print(f"{one.gpu.title}, subgroups of {one.subgroup_size}: {said}", file=sys.stderr)
-        known = None
-    rows = [row for row in one.rows if row.call["default"] and row.compiled and not row.repeated]
+    of = {"gpu": answer.gpu.name, "subgroup_size": answer.subgroup_size}
+    baseline = next((device for device in predicted["devices"] if of.items() <= device.items()), None)
+    if baseline and baseline["driver"] != answer.driver:
+        message = f"bounds are not compared, since predictions.json is of {baseline['driver']}, not of {answer.driver}"
+        print(f"{answer.gpu.title}, subgroups of {answer.subgroup_size}: {message}", file=sys.stderr)
+        baseline = None
+    rows = [row for row in answer.rows if row.call["default"] and row.compiled and not row.repeated]
     sentences = []
-    for row, before in zip(rows, figures(known, (row.call for row in rows)), strict=True):
+    for row, before in zip(rows, figures(baseline, (row.call for row in rows)), strict=True):
         if before and before["bound"] and share(row) < (1 - LOSS) * before["bound"]:
-            where = f"{one.gpu.title}, subgroups of {one.subgroup_size}: {label(row)}, {tiling(row)}"
+            where = f"{answer.gpu.title}, subgroups of {answer.subgroup_size}: {label(row)}, {tiling(row)}"
             port = f"; the busiest port is {row.bound.port}" if row.bound else ""
             sentences.append(
                 f"{where}: its bound fell from {before['bound']:.3f} of the peak to {share(row):.3f}{port}"
@@ -243,6 +243,6 @@ def read_predictions(file: Path = FILE) -> Predicted:
 
 def write_predictions(file: Path, predicted: Predicted) -> None:
     """A line for each device, so that changes can be read."""
-    rest = {name: value for name, value in predicted.items() if name != "devices"}
-    devices = ",\n".join(json.dumps(one) for one in predicted["devices"])
-    write_bytes_atomic(file, f'{json.dumps(rest)[:-1]}, "devices": [\n{devices}\n]}}\n'.encode())
+    header = {name: value for name, value in predicted.items() if name != "devices"}
+    devices = ",\n".join(json.dumps(device) for device in predicted["devices"])
+    write_bytes_atomic(file, f'{json.dumps(header)[:-1]}, "devices": [\n{devices}\n]}}\n'.encode())

@@ -60,8 +60,8 @@ def _amd(
     newest: bool = False,
 ) -> Gpu:
     # RADV runs workgroups of 64 as one subgroup, so that is what `Device` measures; other drivers may use 32.
-    chosen = {"AMDGPU_GPU_ID": chip, **RADV}
-    driver, of = ("amdgpu", "radeon", chosen, parse_amd), (units, hertz, bandwidth)
+    environment = {"AMDGPU_GPU_ID": chip, **RADV}
+    driver, of = ("amdgpu", "radeon", environment, parse_amd), (units, hertz, bandwidth)
     return Gpu(name, title, *driver, rates, (64, 32), (WAVES, waves), *of, newest)
 
 
@@ -150,9 +150,9 @@ def place_of(gpu: Gpu, root: Path, in_root: bool = False) -> Place:
 
 def _run(command: list[str]) -> None:
     quiet = subprocess.DEVNULL
-    done = subprocess.run(command, stdin=quiet, stdout=quiet, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        *above, said = done.stderr.strip().splitlines() or ["no message"]
+    process = subprocess.run(command, stdin=quiet, stdout=quiet, stderr=subprocess.PIPE, text=True)
+    if process.returncode:
+        *above, message = process.stderr.strip().splitlines() or ["no message"]
         if above:
             print("\n".join(above), file=sys.stderr)
-        raise UserError(said)
+        raise UserError(message)

@@ -62,10 +62,12 @@ def bound(loop: Loop, rates: Rates, threads: int = 64, least: int = FEW) -> Boun
         for port, cost in rates.costs.get(kind, {}).items():
             cycles[port] += count * cost * passes
     matrices = {kind: count for kind, count in loop.counts.items() if kind in MATRICES}
-    done = sum(matrices.values()) * 512 / 32 or loop.multiply_adds * loop.lanes / 32
-    needed = sum(count * max(rates.costs[kind].values()) for kind, count in matrices.items()) or done / rates.peak
+    multiply_adds = sum(matrices.values()) * 512 / 32 or loop.multiply_adds * loop.lanes / 32
+    peak_cycles = (
+        sum(count * max(rates.costs[kind].values()) for kind, count in matrices.items()) or multiply_adds / rates.peak
+    )
     port, busy = max(cycles, key=lambda name: cycles[name]), min(1, threads / loop.lanes)
-    return Bound(busy * needed / cycles[port], port, busy * done / cycles[port], dict(+cycles))
+    return Bound(busy * peak_cycles / cycles[port], port, busy * multiply_adds / cycles[port], dict(+cycles))
 
 
 # -- AMD ---------------------------------------------------------------------------------------------------------------

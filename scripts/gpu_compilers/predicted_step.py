@@ -68,25 +68,25 @@ def pieces(answers: Answers, fastest: bool) -> list[Piece]:
             work = Work(**values)
             if work.default or (fastest and not row.spills):
                 offered[work.number].append(piece(answers.gpu, row, work, count))
-    return [min(same, key=lambda one: one.seconds) for same in offered.values()]
+    return [min(same, key=lambda item: item.seconds) for same in offered.values()]
 
 
-def by_kernel(found: Iterable[Piece]) -> dict[str, list[Piece]]:
+def by_kernel(parts: Iterable[Piece]) -> dict[str, list[Piece]]:
     kernels = defaultdict[str, list[Piece]](list)
-    for one in found:
-        kernels[one.kernel].append(one)
+    for part in parts:
+        kernels[part.kernel].append(part)
     return kernels
 
 
-def seconds(found: Iterable[Piece]) -> float:
-    return sum(one.seconds for one in found)
+def seconds(parts: Iterable[Piece]) -> float:
+    return sum(part.seconds for part in parts)
 
 
-def limits(found: Sequence[Piece]) -> str:
+def limits(parts: Sequence[Piece]) -> str:
     """The limit of the dispatches that take the most time together: 0.84 VALU."""
     by_limit = defaultdict[str, float](float)
-    for one in found:
-        by_limit[one.port if one.port == MEMORY else f"{one.bound:.2f} {one.port}"] += one.seconds
+    for part in parts:
+        by_limit[part.port if part.port == MEMORY else f"{part.bound:.2f} {part.port}"] += part.seconds
     return max(by_limit, key=lambda limit: by_limit[limit], default="")
 
 
@@ -102,9 +102,9 @@ def table(before: Sequence[Piece], after: Sequence[Piece]) -> str:
     def line(name: str, parts: list[list[Piece]], limit: Callable[[list[Piece]], str] = limits) -> None:
         last = parts[1] or parts[0]
         amounts = (
-            str(sum(one.count for one in last)),
-            f"{2e-12 * sum(one.multiply_adds for one in last):.2f}",
-            f"{1e-9 * sum(one.nbytes for one in last):.1f}",
+            str(sum(item.count for item in last)),
+            f"{2e-12 * sum(item.multiply_adds for item in last):.2f}",
+            f"{1e-9 * sum(item.nbytes for item in last):.1f}",
         )
         times = [cell for part in parts for cell in (f"{1e3 * seconds(part):,.1f}", limit(part))]
         lines.append("| " + " | ".join([name, *amounts, *times, f"{seconds(parts[1]) / totals[1]:.1%}"]) + " |")
@@ -116,7 +116,7 @@ def table(before: Sequence[Piece], after: Sequence[Piece]) -> str:
         if any(seconds(part) >= SMALL * total for part, total in zip(parts, totals, strict=True)):
             line(f"`{name}`", parts)
         else:
-            small = [[*rest, *part] for rest, part in zip(small, parts, strict=True)]
+            small = [[*previous, *part] for previous, part in zip(small, parts, strict=True)]
     line("others", small)
     line("**step**", [[*before], [*after]], lambda _: "")
     return "\n".join(lines)
@@ -130,13 +130,13 @@ def report(answers: Mapping[str, Sequence[Answers]], selection: Selection, comma
     head += f"activations stored in {selection.activation_dtype}."
     parts = [f"{head} {UNKNOWN}"]
     for f32, f16 in zip(answers["f32"], answers["f16"], strict=True):
-        chosen = [pieces(one, fastest=True) for one in (f32, f16)]
-        default = [seconds(pieces(one, fastest=False)) for one in (f32, f16)]
-        fast = [seconds(one) for one in chosen]
+        fastest = [pieces(answer, fastest=True) for answer in (f32, f16)]
+        default = [seconds(pieces(answer, fastest=False)) for answer in (f32, f16)]
+        fast = [seconds(step) for step in fastest]
         parts += [
             f"**{f32.gpu.title}**, subgroups of {f32.subgroup_size}, {f32.driver}, {f32.gpu.bandwidth / 1e9:.0f} GB/s, "
             "in the tilings that are the fastest by this model:",
-            table(*chosen),
+            table(*fastest),
             f"The step in f16 is {fast[0] / fast[1]:.2f} times as fast as in f32 ({tokens / fast[1]:,.0f} and "
             f"{tokens / fast[0]:,.0f} tokens/s), and {default[0] / default[1]:.2f} times in the default tilings "
             f"({default[1]:.2f} s and {default[0]:.2f} s).",
@@ -146,8 +146,8 @@ def report(answers: Mapping[str, Sequence[Answers]], selection: Selection, comma
 
 def write(page: Path, text: str, command: str) -> None:
     """Replace what the command wrote to a page before. Raises UserError if the page has no place for it."""
-    before, begin, rest = (page.read_text() if page.is_file() else "").partition(BEGIN.format(command))
-    _, end, after = rest.partition(END)
+    before, begin, tail = (page.read_text() if page.is_file() else "").partition(BEGIN.format(command))
+    _, end, after = tail.partition(END)
     if not end:
         raise UserError(f"{page} has no lines '{BEGIN.format(command).strip()}' and '{END}': add them.")
     write_bytes_atomic(page, f"{before}{begin}{text}\n{end}{after}".encode())

@@ -113,7 +113,7 @@ class Call:
 
 def calls(selection: Selection, device: Device) -> list[Call]:
     """All different compute pipelines, each once. Nothing is allocated on the device."""
-    found: dict[Any, Call] = {}
+    result: dict[Any, Call] = {}
     numbers: dict[Any, int] = {}
     pairs = selection.batch * math.comb(selection.tokens + 1, 2)
     for shape, step, program in _programs(selection, device):
@@ -123,7 +123,7 @@ def calls(selection: Selection, device: Device) -> list[Call]:
                 key = dispatch.kernel.name, dispatch.present, tuple(sorted(compiled_in.items())), tiling
                 default = tiling == dispatch.tiling
                 of = dispatch.kernel, dispatch.present, dispatch.constants, tiling, default
-                call = found.setdefault(key, Call(*of))
+                call = result.setdefault(key, Call(*of))
                 call.default = call.default or default
                 steps = call.used_by.setdefault(shape, [])
                 if step not in steps:
@@ -132,7 +132,7 @@ def calls(selection: Selection, device: Device) -> list[Call]:
                     same = dispatch.kernel.name, dispatch.present, tuple(sorted(dispatch.constants.items()))
                     number = numbers.setdefault(same, len(numbers))
                     call.work[work_of(dispatch.tiled(tiling), number, default, pairs)] += 1
-    return list(found.values())
+    return list(result.values())
 
 
 def _tilings(dispatch: Dispatch, device: Device, selection: Selection) -> list[Tiling]:
@@ -158,7 +158,9 @@ def _programs(selection: Selection, device: Device) -> Iterator[tuple[str, str, 
         assert isinstance(config, Transformer)
         config = replace(config, head_dim=dim)
         for step, program in steps_of(config, selection, device):
-            program.dispatches = [one for one in program.dispatches if one.kernel.name.startswith("attention_")]
+            program.dispatches = [
+                dispatch for dispatch in program.dispatches if dispatch.kernel.name.startswith("attention_")
+            ]
             yield f"head_dim {dim}", step, program
 
 

@@ -22,7 +22,7 @@ def device(device_id: str, speed: float | None = 10.0, free: int | None = 16 * G
 
 
 def busy(name: str, speed: float, seconds: float, memory: int = 16 * GIB, **options) -> Place:
-    return device(name, speed, 0, active=1, held=memory, busy_seconds=seconds, **options)
+    return device(name, speed, 0, active=1, active_bytes=memory, busy_seconds=seconds, **options)
 
 
 def where(found: list[Placement]) -> dict[str, str]:
@@ -154,13 +154,13 @@ def test_only_tasks_of_one_run_and_base_are_joined():
 def test_a_pipeline_has_its_base_once():
     tasks = [task(f"t{number}") for number in range(4)]  # 2 GiB of base, and 2 GiB each
     found = place(tasks, [joining("d", free=8 * GIB)])
-    assert [(len(one.tasks), one.needed) for one in found] == [(3, 8 * GIB)]
+    assert [(len(one.tasks), one.peak_bytes) for one in found] == [(3, 8 * GIB)]
 
 
 def test_the_bytes_of_a_pipeline_count_its_largest_task_for_each():
     tasks = [task("a", needed=6 * GIB), task("b", needed=3 * GIB)]  # slots are as large as the largest
     assert len(place(tasks, [joining("d", free=9 * GIB)])[0].tasks) == 1
-    assert place(tasks, [joining("d", free=10 * GIB)])[0].needed == 10 * GIB
+    assert place(tasks, [joining("d", free=10 * GIB)])[0].peak_bytes == 10 * GIB
 
 
 # -- several devices per task ------------------------------------------------------------------------------------------

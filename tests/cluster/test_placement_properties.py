@@ -60,7 +60,7 @@ def some_places(draw: st.DrawFn) -> list[Place]:
                 data=draw(st.frozensets(st.sampled_from("pq"))),
                 joined_speedup=draw(st.none() | st.floats(0.5, 3.0)),
                 jobs_per_device=slots,
-                held=draw(st.integers(0, 80)) if active else 0,
+                active_bytes=draw(st.integers(0, 80)) if active else 0,
                 out=draw(st.sampled_from(("", "", "", "gone"))),
             )
         )
@@ -88,11 +88,14 @@ def test_every_placement_is_possible(waiting, places, random):
         for name in placement.devices:
             device = by_id[name]
             assert not device.out
-            assert all(name not in one.avoid and device.plan_class in one.needed for one in members)
+            assert all(name not in one.avoid and device.plan_class in one.peak_bytes for one in members)
             assert (
-                placement.needed >= max(one.needed[device.plan_class] for one in members) or len(placement.devices) > 1
+                placement.peak_bytes >= max(one.peak_bytes[device.plan_class] for one in members)
+                or len(placement.devices) > 1
             )
-            free[name] -= placement.needed if len(placement.devices) == 1 else members[0].needed[device.plan_class]
+            free[name] -= (
+                placement.peak_bytes if len(placement.devices) == 1 else members[0].peak_bytes[device.plan_class]
+            )
             jobs[name] += 1
     assert all(bytes_left >= 0 for name, bytes_left in free.items() if jobs[name] > by_id[name].active)
     assert all(jobs[name] <= by_id[name].jobs_per_device for name in jobs)
@@ -105,12 +108,12 @@ def test_every_placement_is_possible(waiting, places, random):
 @given(waitings(), some_places())
 def test_idle_clusters_start_something(waiting, places):
     """Where nothing runs that anything could wait for, a task that fits is started."""
-    idle = [replace(one, active=0, busy_seconds=0.0, held=0) for one in places]
+    idle = [replace(one, active=0, busy_seconds=0.0, active_bytes=0) for one in places]
     single = [replace(one, devices=1) for one in waiting]
     fits = any(
         not device.out
         and device.id not in one.avoid
-        and one.needed.get(device.plan_class, math.inf) <= (1e20 if device.free is None else device.free)
+        and one.peak_bytes.get(device.plan_class, math.inf) <= (1e20 if device.free is None else device.free)
         for one in single
         for device in idle
     )

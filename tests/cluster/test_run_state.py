@@ -55,7 +55,7 @@ class Lab:
         for placement in place(waiting, run_queue.places(self.state, 1, self.now), self.now):
             units.append(run_state.join_units(self.state, placement.tasks))
             assert not any(self.state.devices[name].out for name in placement.devices)
-            run_state.start_unit(self.state, units[-1], placement.devices, placement.needed, self.now)
+            run_state.start_unit(self.state, units[-1], placement.devices, placement.peak_bytes, self.now)
         return units
 
     def start_on(self, device: str, *tasks: str) -> UnitState:

@@ -47,7 +47,7 @@ def test_a_later_line_changes_a_run(log: RunLog) -> None:
     assert running.status == "running"
     assert (entry.status, entry.goal, entry.config, entry.improvement) == ("finished", "why", {"lora_r": 4}, 50.0)
     assert entry.ended
-    assert entry.process == Process.this()
+    assert entry.process == Process.current()
     assert json.loads(first)["recorded"] == "running"  # history stays
 
 
@@ -153,7 +153,7 @@ def test_a_killed_run_has_the_losses_of_its_log(tmp_path: Path, held_out: bool) 
         times = {"tokens_per_second": 1.0, "seconds": step + 0.5, "elapsed_seconds": float(step)}
         lines.append({"step": step, "epoch": 0.1, "loss": loss, "learning_rate": 1e-4, "tokens": 9, **times, **given})
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo')
-    dead = Process(Process.this().host, "another boot", 1, 1)
+    dead = Process(Process.current().host, "another boot", 1, 1)
     one = entry(0, process=dead, outputs=[str(tmp_path)])
     assert with_log(one).losses == Losses()  # the directory has another run
     (tmp_path / "tracking.json").write_text(json.dumps({"id": one.id}))

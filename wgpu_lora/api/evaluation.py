@@ -82,13 +82,13 @@ def evaluate(
     options = _row_options(max_length, on_overflow, completion_only_loss, enable_thinking)
     source = _source(data, split, dataset_config)
     whom = _teacher(teacher, teacher_adapter, teacher_cache)
-    chosen = _objective(source, adapter, objective, whom)
+    settings = _objective(source, adapter, objective, whom)
     source = _source(data, split, dataset_config)
-    if chosen["objective"] != "sft":
+    if settings["objective"] != "sft":
         opened = model if isinstance(model, LoadedModel) else open_model(str(model))
         with remarks(goal, notes, run_log):
             return _objective_loss(
-                BASE, opened, source, adapter, options, skip_bad_rows, chosen, receivers, progress_bar
+                BASE, opened, source, adapter, options, skip_bad_rows, settings, receivers, progress_bar
             )
     opened, prepared = _heldout(model, source, adapters, options, skip_bad_rows)
     slots = {BASE: 0 if adapters else None}
@@ -141,12 +141,12 @@ def evaluate_several(
     row_options = _row_options(max_length, on_overflow, completion_only_loss, enable_thinking)
     names = {BASE: None, **adapters} if include_base else adapters
     whom = _teacher(teacher, teacher_adapter, teacher_cache)
-    chosen = {
+    settings = {
         name: _objective(_source(data, split, dataset_config), path, objective, whom) for name, path in names.items()
     }
-    if any(options["objective"] != "sft" for options in chosen.values()):
+    if any(options["objective"] != "sft" for options in settings.values()):
         opened = model if isinstance(model, LoadedModel) else open_model(str(model))
-        usual = next(options for options in chosen.values() if options["objective"] != "sft")
+        usual = next(options for options in settings.values() if options["objective"] != "sft")
         with remarks(goal, notes, run_log):
             return {
                 name: _objective_loss(
@@ -156,7 +156,7 @@ def evaluate_several(
                     path,
                     row_options,
                     skip_bad_rows,
-                    chosen[name] if path is not None or objective else usual,
+                    settings[name] if path is not None or objective else usual,
                     receivers,
                     progress_bar,
                 )
@@ -194,9 +194,9 @@ def _measured(
         for name, slot in slots.items():
             events = SummedProgress(len(result), len(slots), bars, *receivers)
             with recorded_evaluation(model, prepared, name, None if slot is None else directories[slot]) as entry:
-                result[name] = one = evaluate_rows(model, prepared, loaded, slot, events=events)
-                note_results(entry, one)
-    return {name: replace(one, data=prepared.summary()) for name, one in result.items()}
+                result[name] = evaluation = evaluate_rows(model, prepared, loaded, slot, events=events)
+                note_results(entry, evaluation)
+    return {name: replace(value, data=prepared.summary()) for name, value in result.items()}
 
 
 def _teacher(*values: str | Path | None) -> dict[str, str]:
@@ -207,10 +207,10 @@ def _objective(
     source: Source, adapter: str | Path | None, objective: str | None, teacher: Mapping[str, str]
 ) -> dict[str, Any]:
     """The objective to evaluate and its options: as given, else that of the adapter if it reads such rows, else sft."""
-    chosen = objective_options(adapter, objective, teacher)
-    if objective is None and chosen["objective"] != "sft" and not reads(chosen["objective"], source):
+    settings = objective_options(adapter, objective, teacher)
+    if objective is None and settings["objective"] != "sft" and not reads(settings["objective"], source):
         return {"objective": "sft"}
-    return chosen
+    return settings
 
 
 def merged_losses(model: str, adapter: Path, merged: Path, dtype: str, data: Path) -> Iterator[tuple[str, float]]:
@@ -240,23 +240,23 @@ def _objective_loss(
     adapter: str | Path | None,
     row_options: Mapping[str, Any],
     skip_bad_rows: bool,
-    chosen: Mapping[str, Any],
+    settings: Mapping[str, Any],
     receivers: Sequence[Events],
     progress_bar: bool | None,
 ) -> Evaluation:
     """The loss and the metrics of an objective other than sft."""
     rows = evaluation_rows(row_options, [] if adapter is None else [adapter], model.config.max_position_embeddings)
     encoding = {name: getattr(rows, name) for name in ("max_length", "on_overflow", "enable_thinking", "template_date")}
-    options = {**chosen, **encoding, "skip_bad_rows": skip_bad_rows, "init_adapter": adapter and str(adapter)}
+    options = {**settings, **encoding, "skip_bad_rows": skip_bad_rows, "init_adapter": adapter and str(adapter)}
     args = from_values(options, "evaluate")
     prepared, begin = prepared_for(args, model, source), time.perf_counter()
     with Bars(progress_bar) as bars, recorded_evaluation(model, prepared, name, adapter, args.objective) as entry:
         result = evaluate_objective(model, prepared, args, EventForwarder(bars, *receivers))
         seconds = time.perf_counter() - begin
         facts = prepared.trained_tokens, len(prepared.rows), seconds, prepared.max_length, prepared.summary()
-        one = Evaluation(result.pop("loss"), None, *facts, args.objective, result)
-        note_results(entry, one)
-    return one
+        evaluation = Evaluation(result.pop("loss"), None, *facts, args.objective, result)
+        note_results(entry, evaluation)
+    return evaluation
 
 
 class SummedProgress(EventForwarder):

@@ -93,7 +93,7 @@ def generate(
             progress_bar=progress_bar,
             **options,
         )
-        return [one.text for one in result] if is_list else result[0].text
+        return [completion.text for completion in result] if is_list else result[0].text
     if is_list:
         raise UserError("stream=True works with a single prompt only: pass one, or leave stream out.")
     check_prompt(prompt)

@@ -159,7 +159,7 @@ def _check_model(model: str, base_dtype: str, requantize: bool) -> None:
     for name, (_, size_in) in config.matrices().items():
         group = form.scheme(name).group if isinstance(form, Mix) else form.group if form else 0
         if group and size_in % group:
-            fits = ["row", *(str(one) for one in GROUPS if size_in % one == 0)]
+            fits = ["row", *(str(size) for size in GROUPS if size_in % size == 0)]
             raise UserError(
                 f"{name} has {size_in:,} inputs, which groups of {group} do not divide: use "
                 f"{setting('group', fits[-1])}."

@@ -43,7 +43,7 @@ def kernel_calls(shape: str, base_dtype: str, device: Device) -> list[KernelCall
     """
     result: dict[object, KernelCall] = {}
     for name, program in _programs(synthetic_model(shape_config(shape, 1), device, base_dtype)):
-        for dispatch in sorted(program.dispatches, key=lambda one: -prod(one.groups)):
+        for dispatch in sorted(program.dispatches, key=lambda item: -prod(item.groups)):
             tilings = dispatch.tilings(device.capabilities)
             call = result.setdefault(dispatch.shader, KernelCall(dispatch, tilings, []))
             if name not in call.programs:
@@ -60,7 +60,10 @@ def _programs(model: LoadedModel) -> Iterator[tuple[str, Program]]:
     generation = Programs(model.device, model.decoder, adapters, limits)
     yield "prefill", generation.prefill[TOKENS].program
     head = generation.heads[1]
-    yield from (("decode", one) for one in (generation.decode[1].program, head.logits, head.sample, generation.shared))
+    yield from (
+        ("decode", decode_program)
+        for decode_program in (generation.decode[1].program, head.logits, head.sample, generation.shared)
+    )
 
 
 def kernel_text(dispatch: Dispatch, tilings: Sequence[Tiling]) -> str:
@@ -72,13 +75,13 @@ def kernel_text(dispatch: Dispatch, tilings: Sequence[Tiling]) -> str:
     text = kernel.source(dispatch.present, c, dispatch.tiling)
     bindings = [f"{i} {name} ({kernel.bindings[name]})" for i, name in enumerate(dispatch.present)]
     constants = ", ".join(f"{name} {value}" for name, value in c.items() if value not in (0, False))
-    others = ", ".join(tiling.label for tiling in tilings if tiling != dispatch.tiling)
+    alternatives = ", ".join(tiling.label for tiling in tilings if tiling != dispatch.tiling)
     heading = {
         "kernel": f"{kernel.name}, {text.count(chr(10)) + 1} lines from shaders/{kernel.file}",
         "formula": " ".join((inspect.getdoc(kernel.reference) or "").split()),
         "bindings": ", ".join(bindings) + (f", {len(bindings)} dims (uniform)" if kernel.dims else ""),
         "constants": constants or "none",
-        "tiling": dispatch.tiling.label + (f"; also {others}" if others else ""),
+        "tiling": dispatch.tiling.label + (f"; also {alternatives}" if alternatives else ""),
         "grid": " x ".join(map(str, dispatch.groups)) + f" workgroups of {dispatch.tiling.lanes}",
     }
     lines = [

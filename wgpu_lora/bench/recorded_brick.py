@@ -113,7 +113,7 @@ class ProgramWorkload(Workload):
         """Time only the dispatches of chosen kernels; `added_share` is how much more they take than `beside`'s."""
         self._timed = self._program("timed")
         for into, recorded in ((self._timed, programs), (self._beside, beside)):
-            into.dispatches += [step for one in recorded for step in one.dispatches if matches(step.kernel)]
+            into.dispatches += [step for program in recorded for step in program.dispatches if matches(step.kernel)]
         self.compares = bool(self._beside.dispatches)
 
     # -- on the device ---------------------------------------------------------------------------------------------

@@ -141,6 +141,6 @@ def differences(files: Sequence[ResultFile]) -> list[str]:
 def _flat(work: Mapping[str, Any]) -> dict[str, Any]:
     """The measured options, without paths of this run."""
     options = work.get("options")
-    rest = {name: value for name, value in work.items() if name != "options"}
+    facts = {name: value for name, value in work.items() if name != "options"}
     excluded = ("output", "data", "device")
-    return rest | {n: v for n, v in (options if isinstance(options, dict) else {}).items() if n not in excluded}
+    return facts | {n: v for n, v in (options if isinstance(options, dict) else {}).items() if n not in excluded}

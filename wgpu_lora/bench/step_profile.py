@@ -141,16 +141,16 @@ def profile_step(step: TrainingStep, rounds: int = 5, on_round: Callable[[], Non
     programs = step.session.programs()
     timer = Timer(step.session.device)
     try:
-        steps, device, each = [], [], []
+        steps, device, dispatch_seconds = [], [], []
         for _ in range(rounds):
             steps += step.seconds(1)
             device.append(sum(map(timer.run, programs)))
-            each.append([seconds for program in programs for seconds in timer.each(program)])
+            dispatch_seconds.append([seconds for program in programs for seconds in timer.each(program)])
             on_round()
     finally:
         timer.free()
     dispatches = [(program, dispatch) for program in programs for dispatch in program.dispatches]
-    means = map(statistics.fmean, zip(*each, strict=True))
+    means = map(statistics.fmean, zip(*dispatch_seconds, strict=True))
     return Profile(
         clock=timer.clock,
         rounds=rounds,

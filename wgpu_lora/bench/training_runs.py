@@ -354,7 +354,7 @@ def gate_text(gate: Figures) -> str:
     return f"the runs vary by {gate['spread']:.2%}, {within} the limit of {100 * gate['limit']:.3g}%"
 
 
-def written(figures: Figures) -> str:
+def summary_text(figures: Figures) -> str:
     """The summary of what `run_training` returned."""
     header, summary = figures["header"], figures["summary"]
     device, commit = header["device"], header["commit"]

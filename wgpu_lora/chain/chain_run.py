@@ -86,10 +86,12 @@ def run(chain: Chain, watch: ChainWatch, start: str | None = None) -> None:
                 watch.skipped(number, link.name, link.kind)
                 continue
             durations = [
-                state.stages[one.name].seconds for one in chain.links[number - 1 :] if one.name in state.stages
+                state.stages[remaining_link.name].seconds
+                for remaining_link in chain.links[number - 1 :]
+                if remaining_link.name in state.stages
             ]
-            rest = sum(durations) if len(durations) == len(chain.links) - number + 1 else None
-            watch.stage(number, link.name, link.kind, why, rest)
+            remaining = sum(durations) if len(durations) == len(chain.links) - number + 1 else None
+            watch.stage(number, link.name, link.kind, why, remaining)
             begin = time.monotonic()
             _run(link, state, digests, watch)
             watch.finished(link.name, link.output, time.monotonic() - begin)
@@ -144,9 +146,9 @@ def _run(link: ChainStage, state: State, digests: Digests, watch: Watch) -> None
         now.seconds += time.monotonic() - begin
         state.write()
     now.outputs = {path.relative_to(link.output).as_posix(): digests.of(path) for path in stage.outputs(link.output)}
-    lost = [name for name, digest in now.outputs.items() if digest == MISSING]
-    if lost:
-        raise UserError(f"The stage '{link.name}' has not written {lost[0]}: run the chain again.")
+    absent = [name for name, digest in now.outputs.items() if digest == MISSING]
+    if absent:
+        raise UserError(f"The stage '{link.name}' has not written {absent[0]}: run the chain again.")
     digests.save()
     state.write()
 
@@ -183,8 +185,8 @@ class StageResult:
         if self.options != now.options:
             return "its options have changed"
         if self.files != now.files:
-            both = {**self.files, **now.files}
-            changed = [Path(path).name for path in both if self.files.get(path) != now.files.get(path)]
+            files = {**self.files, **now.files}
+            changed = [Path(path).name for path in files if self.files.get(path) != now.files.get(path)]
             return f"{join_words(changed[:2], len(changed[2:]))} changed"
         return "wgpu-lora has changed" if self.code != now.code else None
 

@@ -131,9 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.environ[name] = dashed(os.environ[name])
     number: signal.Signals | None = None
 
-    def end(which: int) -> None:
+    def end(signal_number: int) -> None:
         nonlocal number
-        number = signal.Signals(which)
+        number = signal.Signals(signal_number)
         raise KeyboardInterrupt
 
     try:

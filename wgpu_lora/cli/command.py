@@ -67,7 +67,7 @@ class Command(TyperCommand):
         ctx.allow_extra_args = True  # refused below, with advice
         typed = list(args)
         try:
-            rest = super().parse_args(ctx, args)
+            remaining = super().parse_args(ctx, args)
         except Exception as error:
             name = _unknown_option(error)
             if name is not None:
@@ -76,9 +76,9 @@ class Command(TyperCommand):
             if text is None:
                 raise
             raise UserError(text) from None
-        if rest and not ctx.resilient_parsing:
-            raise UserError(self.extra(ctx, rest[0]))
-        return rest
+        if remaining and not ctx.resilient_parsing:
+            raise UserError(self.extra(ctx, remaining[0]))
+        return remaining
 
     def extra(self, ctx: Any, word: str) -> str:
         """The error for a word that belongs to no option."""
@@ -111,9 +111,9 @@ class Command(TyperCommand):
         for name, value in ctx.params.items():
             if isinstance(value, str) and not value.strip() and name not in MAY_BE_EMPTY:
                 raise UserError(f"{flag(name)} is empty: give it a value, or leave it out.")
-            for one in value if isinstance(value, list | tuple) else [value]:
-                if name not in MAY_BE_EMPTY and isinstance(one, str | Path) and is_path(str(one)):
-                    check_links(Path(one))
+            for item in value if isinstance(value, list | tuple) else [value]:
+                if name not in MAY_BE_EMPTY and isinstance(item, str | Path) and is_path(str(item)):
+                    check_links(Path(item))
         return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

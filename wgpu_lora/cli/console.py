@@ -51,7 +51,7 @@ def folded(text: str, indent: int = 0) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return "\n".join(wrap.fill(one) for one in text.split("\n"))
+    return "\n".join(wrap.fill(paragraph) for paragraph in text.split("\n"))
 
 
 def table(
@@ -91,9 +91,9 @@ class Bar:
 
     def __init__(self, text: str, total: float | None, unit: str = ""):
         self._text, self._total, self._unit = text, total, unit
-        self._done = 0.0
-        self._begun = time.monotonic()
-        self._said = self._begun + SOON - OFTEN
+        self._position = 0.0
+        self._start = time.monotonic()
+        self._last_print = self._start + SOON - OFTEN
         self._progress: Any = None
 
     def __enter__(self) -> Bar:
@@ -112,7 +112,7 @@ class Bar:
         """
         self._text = text or self._text
         self._total = total or self._total
-        self._done = self._done + 1 if to is None else to
+        self._position = self._position + 1 if to is None else to
         Bar.shown.add(self)
         if not is_terminal(sys.stderr):
             self.say()
@@ -122,26 +122,28 @@ class Bar:
             self._progress = _progress(self._unit)
             self._progress.add_task("", total=self._total)
         (task,) = self._progress.task_ids
-        self._progress.update(task, description=self._text, completed=self._done, total=self._total, detail=detail)
+        self._progress.update(task, description=self._text, completed=self._position, total=self._total, detail=detail)
         if begins:
             self._progress.start()
 
     @property
     def full(self) -> bool:
-        return self._total is not None and self._done >= self._total
+        return self._total is not None and self._position >= self._total
 
     def say(self) -> None:
         """Print a line if there is no bar and the last line was long ago."""
         now = time.monotonic()
-        if now - self._said < OFTEN or sys.stderr is None or is_terminal(sys.stderr):
+        if now - self._last_print < OFTEN or sys.stderr is None or is_terminal(sys.stderr):
             return
-        self._said, spent = now, now - self._begun
-        count = f"{self._done:,.0f}" + (f" of {self._total:,.0f}" if self._total else "") + self._unit
+        self._last_print, seconds = now, now - self._start
+        count = f"{self._position:,.0f}" + (f" of {self._total:,.0f}" if self._total else "") + self._unit
         count = f": {count}" if self._total or self._unit else ""
-        remaining = spent * ((self._total or 0) - self._done) / max(self._done, 1e-9)
-        more = f", about {duration(remaining)} left" if self._done >= 1 and remaining > 0 else ""
+        remaining = seconds * ((self._total or 0) - self._position) / max(self._position, 1e-9)
+        more = f", about {duration(remaining)} left" if self._position >= 1 and remaining > 0 else ""
         with suppress(OSError):  # the reader is gone
-            print(f"{escape_unprintable(self._text)}{count} after {duration(spent)}{more}", file=sys.stderr, flush=True)
+            print(
+                f"{escape_unprintable(self._text)}{count} after {duration(seconds)}{more}", file=sys.stderr, flush=True
+            )
 
     def close(self) -> None:
         Bar.shown.discard(self)

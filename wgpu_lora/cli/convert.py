@@ -182,13 +182,13 @@ def quantize(
     finally:
         shown.close()
     if as_json:
-        kinds = [asdict(one) | {"bits": one.bits, "error": one.error} for one in result.kinds]
+        kinds = [asdict(entry) | {"bits": entry.bits, "error": entry.error} for entry in result.kinds]
         print_json({**asdict(result), "output": str(output), "kinds": kinds})
         return 0
     columns = ("layers", "scheme", "matrices", "bits per weight", "relative error")
     rows = [
-        (one.kind, ", ".join(one.schemes), f"{one.matrices:,}", f"{one.bits:.2f}", f"{one.error:.6f}")
-        for one in result.kinds
+        (entry.kind, ", ".join(entry.schemes), f"{entry.matrices:,}", f"{entry.bits:.2f}", f"{entry.error:.6f}")
+        for entry in result.kinds
     ]
     console().print(table(columns, rows, text_columns=("layers", "scheme")))
     if result.before is not None and result.after is not None:
@@ -236,17 +236,17 @@ def gguf(
     path = resolve_model(model_name)
     if lora and adapter is not None:
         kind, source = "adapter, f32", f"{adapter}"
-        written = export_adapter(path, adapter, output)
+        result = export_adapter(path, adapter, output)
     else:
         kind = (quantize or "f16").lower()  # llama.cpp spells it Q4_K_M
         source = f"{path} and {adapter}" if adapter else f"{path}"
         with Bar("exporting", len(config_of(path).parameter_shapes())) as bar:
             # A hub id is a better name than the cache's directory.
             name = None if Path(model_name).exists() else model_name.rpartition("/")[2]
-            written = export_model(path, output, kind, adapter, name, TensorBar(bar))
+            result = export_model(path, output, kind, adapter, name, TensorBar(bar))
     line("exported", f"{source} into {output}")
-    line("size", f"{written.nbytes:,} bytes, {kind}, {written.bits_per_weight:.2f} bits per weight")
-    for note in written.notes:
+    line("size", f"{result.nbytes:,} bytes, {kind}, {result.bits_per_weight:.2f} bits per weight")
+    for note in result.notes:
         line("note", note)
     return 0
 

@@ -71,7 +71,7 @@ def stats(
             job = prepare_job(args, model, planning=True)
             projection = measured(job)
             larger = list(projected(projection.rates(), None, job.run.args, model, project or ()))
-    written = write_page(page, result, projection, price_per_hour, larger)
+    page_path = write_page(page, result, projection, price_per_hour, larger)
     if as_json:
         print_json(_facts(result) | ({"projection": as_facts(projection, price_per_hour)} if projection else {})
                    | ({"larger": larger} if larger else {}))  # fmt: skip
@@ -85,7 +85,7 @@ def stats(
             cost = "" if price_per_hour is None else f", cost {record['seconds'] / 3600 * price_per_hour:,.4g}"
             fits = {True: "", False: " (it does not fit here)", None: ""}[record["fits"]]
             line("projected", f"{record['shape']}: {record['seconds']:,.0f} s of steps{cost}{fits}")
-    line("page", str(written))
+    line("page", str(page_path))
     return 0
 
 
@@ -170,12 +170,12 @@ def show(
     if len(result) < len(numbers):
         raise UserError(f"{source.display_name} has fewer than {max(numbers):,} rows: give a smaller number for --row.")
     if as_json:
-        print_json([_as_json(one) for one in result])
+        print_json([_as_json(preview) for preview in result])
         return 0
     if note:
         line("recipe", note)
-    for one in result:
-        _print_preview(one, PARTS[objective_of(args).rows_per_sample], tokens)
+    for preview in result:
+        _print_preview(preview, PARTS[objective_of(args).rows_per_sample], tokens)
     return 0
 
 

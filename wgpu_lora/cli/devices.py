@@ -101,8 +101,8 @@ def status(as_json: Json = False) -> None:
 
     result: dict[Path, DeviceInfo | None] = {}
     listed = list_devices()
-    for one in listed:  # several drivers may list the same device
-        result.setdefault(Ledger(device_key(one, listed)).path, one)
+    for device_info in listed:  # several drivers may list the same device
+        result.setdefault(Ledger(device_key(device_info, listed)).path, device_info)
     for ledger in Ledger.all():
         result.setdefault(ledger.path, None)
     devices = []

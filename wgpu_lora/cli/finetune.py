@@ -122,13 +122,13 @@ class TrainingProgress(StartupProgress):
         self._training = Bar("training", None)
         self._quiet = not is_terminal(sys.stderr)
         self._first = True
-        self._said = 0.0
+        self._last_line = 0.0
         self._heldout = ""
         self._trend, self._hardware = Trend(sys.stderr), ""
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=SMOOTHED)  # (trained, processed, seconds) per step
 
     def __enter__(self) -> TrainingProgress:
-        if not self._left:
+        if not self._tensors_to_load:
             self.ready()
         return self
 
@@ -185,8 +185,8 @@ class TrainingProgress(StartupProgress):
             self._training.advance(None, result.step, result.total_steps or None, detail)
             return
         evaluated, now = result.eval_loss is not None, time.monotonic()
-        if self._first or self._run.logs(result.step, evaluated) or now - self._said >= OFTEN:
-            self._said = now
+        if self._first or self._run.logs(result.step, evaluated) or now - self._last_line >= OFTEN:
+            self._last_line = now
             more = self._remaining(result) + (self._heldout if evaluated else "")
             line("step", f"{result.step}/{result.total_steps}  epoch {result.epoch:.2f}  {text}{more}")
 
@@ -201,8 +201,8 @@ class TrainingProgress(StartupProgress):
         """The estimated time of the remaining steps, from the last ones."""
         if not self._recent or result.step >= result.total_steps:
             return ""
-        each = sum(seconds for _, _, seconds in self._recent) / len(self._recent)
-        return f"  {duration(each * (result.total_steps - result.step))} left"
+        step_seconds = sum(seconds for _, _, seconds in self._recent) / len(self._recent)
+        return f"  {duration(step_seconds * (result.total_steps - result.step))} left"
 
 
 def speed(trained: int, processed: int, seconds: float) -> str:
@@ -305,7 +305,7 @@ class PipelineTable(StartupProgress):
     def __init__(self, job: PipelineJob):
         super().__init__(job)
         self._runs = {run.adapter_name: run for run in job.runs}
-        self._said: dict[str, float] = {}
+        self._last_lines: dict[str, float] = {}
         self._rows: dict[str, StepResult | None] = {run.adapter_name: None for run in job.runs}
         self._heldout: dict[str, float] = {}
         self._steps = job.state.step
@@ -347,9 +347,9 @@ class PipelineTable(StartupProgress):
             self._show()
             return
         now, evaluated = time.monotonic(), result.eval_loss is not None
-        due = now - self._said.get(name, -OFTEN) >= OFTEN  # always for the first step
+        due = now - self._last_lines.get(name, -OFTEN) >= OFTEN  # always for the first step
         if due or self._runs[name].logs(result.step, evaluated):
-            self._said[name] = now
+            self._last_lines[name] = now
             text = f"{name}  {result.step}/{result.total_steps}  epoch {result.epoch:.2f}"
             text += f"  {result.facts()}"
             line("step", text + (f"  held-out {result.eval_loss:.4f}" if result.eval_loss is not None else ""))
@@ -410,7 +410,7 @@ class PipelineTable(StartupProgress):
     def _remaining(self) -> str:
         """The estimated time of the remaining steps of all adapters, from the last ones."""
         rows = [(result, self._seconds[name]) for name, result in self._rows.items() if result]
-        seconds = sum((one.total_steps - one.step) * sum(recent) / len(recent) for one, recent in rows)
+        seconds = sum((result.total_steps - result.step) * sum(recent) / len(recent) for result, recent in rows)
         return f"{duration(seconds)} left" if seconds > 0 and len(rows) == len(self._rows) else ""
 
 

@@ -234,7 +234,7 @@ def warn_unused(names: Collection[str], args: TrainingArguments) -> None:
         typer.echo(f"wgpu-lora: note: {text}", err=True)
 
 
-def _first_checkpoint(adapters: list[str] | None, adapters_config: Path | None, **rest: Any) -> str:
+def _first_checkpoint(adapters: list[str] | None, adapters_config: Path | None, **options: Any) -> str:
     """Where the record of a resumed pipeline is, or a file that points to it."""
     from wgpu_lora.train.adapter_tasks import named_tasks
 

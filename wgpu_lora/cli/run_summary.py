@@ -36,7 +36,9 @@ def describe_runs(job: Job[Any]) -> None:
 
     model = job.session.model
     with naming(with_renamed_options({"base_dtype": "teacher_base_dtype"})):
-        of_teachers = [f"of the teacher, {note}" for one in job.session.teachers.models for note in one.rounding]
+        of_teachers = [
+            f"of the teacher, {note}" for teacher in job.session.teachers.models for note in teacher.rounding
+        ]
     for note in (*model.notes, *(model.tokenizer.notes if model.tokenizer else ()), *of_teachers):
         line("note", note)
     for run in job.runs:
@@ -64,14 +66,14 @@ def describe_steps(run: AdapterRun, mark: str) -> None:
     args, stream = run.args, run.stream
     an_epoch = stream.epoch(0)
     a_step = [stream.processed_tokens([sample for batch in step for sample in batch]) for step in an_epoch]
-    each = f"{len(an_epoch):,} per epoch, {sum(a_step) / len(a_step):,.0f} tokens each"
+    length = f"{len(an_epoch):,} per epoch, {sum(a_step) / len(a_step):,.0f} tokens each"
     if args.target_seconds:
-        line("steps", f"{mark}as many as {args.target_seconds:g} s allow; {each}; {_timed_rate(args)}")
+        line("steps", f"{mark}as many as {args.target_seconds:g} s allow; {length}; {_timed_rate(args)}")
         return
     total = stream.total_steps()
     warmup = run.warmup(total)
     rate = _decay(args) + (f" after {count_noun(warmup, 'step')} of warm-up" if warmup else "")
-    line("steps", f"{mark}{total:,}; {each}; {rate}")
+    line("steps", f"{mark}{total:,}; {length}; {rate}")
     if total < FEW and not args.resume:
         line("warning", f"{mark}{count_noun(total, 'step')} may be too few to learn much: try {_levers(run)}")
 
@@ -162,8 +164,8 @@ def describe_optimizer(job: Job[Any]) -> None:
     state_bytes = session.optimizer.state_bytes
     state = "no state"
     if state_bytes:
-        each = f"{state_bytes / trained:.2f} bytes per trained parameter"
-        state = f"{format_bytes_exact(state_bytes)} of state, {each}"
+        ratio = f"{state_bytes / trained:.2f} bytes per trained parameter"
+        state = f"{format_bytes_exact(state_bytes)} of state, {ratio}"
     line("optimizer", f"{job.runs[0].args.optim}: {state}")
 
 

@@ -76,7 +76,9 @@ def runs(
     filters = Filter(status, kind, objective, name, date(since) if since else None)
     log = RunLog()
     result = log.read()
-    entries = [find(result.entries, one) for one in names] or [one for one in result.entries if filters.holds(one)]
+    entries = [find(result.entries, run_name) for run_name in names] or [
+        entry for entry in result.entries if filters.holds(entry)
+    ]
     entries = list(map(with_log, entries if names else entries[-(limit or len(entries)) :]))
     if as_json:
         print_json([facts_of(entry) | {"status": entry.status} for entry in entries])

@@ -105,19 +105,22 @@ def serve(
 
     with naming(with_renamed_options({"adapter": "lora_modules"})):
         adapters = named_adapters(lora_modules or [])
-        chosen = model_of(adapters, model)
-        if (served_model_name or chosen) in adapters:
-            raise UserError(f"An adapter has the base model's name, {served_model_name or chosen}: give it another.")
+        base_model = model_of(adapters, model)
+        if (served_model_name or base_model) in adapters:
+            raise UserError(
+                f"An adapter has the base model's name, {served_model_name or base_model}: give it another."
+            )
         make = partial(
-            open_engine, model=chosen, device=device, base_dtype=base_dtype, max_loras=max_loras, dora=dora,
+            open_engine, model=base_model, device=device, base_dtype=base_dtype, max_loras=max_loras, dora=dora,
             max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras, max_model_len=max_model_len, show=_loading,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, cache_tokens=cache_tokens,
             cache_dtype=kv_cache_dtype,
         )  # fmt: skip
         run(
-            make, adapters, served_model_name or chosen, host=host, port=port, unix_socket=unix_socket, api_key=api_key,
-            origins=tuple(allowed_origins or ()), allow_runtime_lora=allow_runtime_lora, limits=Limits(queue=max_queue),
-            end_seconds=end_seconds, tell=lambda address: print(f"Listening on {address}", flush=True),
+            make, adapters, served_model_name or base_model, host=host, port=port, unix_socket=unix_socket,
+            api_key=api_key, origins=tuple(allowed_origins or ()), allow_runtime_lora=allow_runtime_lora,
+            limits=Limits(queue=max_queue), end_seconds=end_seconds,
+            tell=lambda address: print(f"Listening on {address}", flush=True),
         )  # fmt: skip
     return 0
 

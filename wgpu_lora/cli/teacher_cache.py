@@ -111,7 +111,7 @@ def teacher_cache(
             events=_Shown(loading, rows),
             progress_bar=False,
         )
-    written = sum(shard.bytes for shard in cache.header.shards)
+    nbytes = sum(shard.bytes for shard in cache.header.shards)
     if as_json:
         shards = len(cache.header.shards)
         print_json(
@@ -119,12 +119,12 @@ def teacher_cache(
                 "directory": str(output),
                 "rows": cache.rows,
                 "positions": cache.header.positions,
-                "bytes": written,
+                "bytes": nbytes,
                 "planned_bytes": total,
                 "shards": shards,
                 "digest": cache.digest(),
             }
         )
         return 0
-    line("written", f"{count_noun(len(cache.header.shards), 'shard')}, {written:,} bytes")
+    line("written", f"{count_noun(len(cache.header.shards), 'shard')}, {nbytes:,} bytes")
     return 0

@@ -30,7 +30,7 @@ class StartupProgress(Events):
     """Bars of tuning and of loading, one after the other, then what `ready` shows."""
 
     def __init__(self, job: Job[Any]):
-        self._left = job.session.model.tensors_to_load()
+        self._tensors_to_load = job.session.model.tensors_to_load()
         self._bar: Bar | None = None
 
     def ready(self) -> None:
@@ -48,7 +48,7 @@ class StartupProgress(Events):
                 text += f"; {tuning.sizes - tuning.sizes_done:,} keep their defaults, as a tiling takes up to "
                 text += f"{duration(tuning.longest)} here: 'wgpu-lora tune --seconds N' takes longer"
             line("tuned", text)
-            if not self._left:
+            if not self._tensors_to_load:
                 self.ready()
             return
         if not self._bar:
@@ -59,10 +59,10 @@ class StartupProgress(Events):
 
     def loading(self, model: str, tensor: str, done: int, total: int) -> None:
         if not self._bar:
-            self._bar = Bar("loading", self._left)
+            self._bar = Bar("loading", self._tensors_to_load)
         self._bar.advance()
-        self._left -= 1
-        if not self._left:
+        self._tensors_to_load -= 1
+        if not self._tensors_to_load:
             self.ready()
 
     def evaluating(self, evaluating: Evaluating) -> None:
@@ -102,20 +102,20 @@ class Trend:
     def __init__(self, stream: Any) -> None:
         self._marks = BARS if _takes(stream, BARS) else PLAIN
         self._means: list[float] = []
-        self._each, self._left = 1, list[float]()
+        self._group_size, self._group = 1, list[float]()
 
     def add(self, value: float) -> None:
         """Add a value; those that are not finite are left out."""
         if not math.isfinite(value):
             return
-        self._left.append(value)
-        if len(self._left) < self._each:
+        self._group.append(value)
+        if len(self._group) < self._group_size:
             return
-        self._means.append(statistics.fmean(self._left))
-        self._left = []
+        self._means.append(statistics.fmean(self._group))
+        self._group = []
         if len(self._means) > MOST:
             self._means = [statistics.fmean(self._means[i : i + 2]) for i in range(0, len(self._means) - 1, 2)]
-            self._each *= 2
+            self._group_size *= 2
 
     def bars(self, width: int = MOST) -> str:
         """The last `width` bars; from the lowest to the highest of the values that they show."""

@@ -96,13 +96,13 @@ def send_data(
     """
     data = {str(task.options[key]) for task in tasks for key in SENDABLE if task.options.get(key)}
     parcels = {path: parcel(path) for path in sorted(data & set(missing_paths)) if Path(path).exists()}
-    for path, one in parcels.items():
+    for path, entry in parcels.items():
         for store, host in stores:
             try:
-                store_files([store], one.unit, Path(path).parent, one.files)
+                store_files([store], entry.unit, Path(path).parent, entry.files)
             except (OSError, ConnectionError, StorageError) as error:
                 raise UserError(f"{path} cannot be sent to {host} ({error}): make room there.") from None
-    values = {path: one.value for path, one in parcels.items()}
+    values = {path: entry.value for path, entry in parcels.items()}
     return [
         replace(task, options={k: values.get(v, v) if k in SENDABLE else v for k, v in task.options.items()})
         for task in tasks

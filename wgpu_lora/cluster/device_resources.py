@@ -83,10 +83,10 @@ def _address(info: DeviceInfo, listed: Sequence[DeviceInfo], pci: Path) -> str |
 def _single(info: DeviceInfo, listed: Sequence[DeviceInfo]) -> bool:
     """Whether no other listed device is an equal card."""
 
-    def listing(one: DeviceInfo) -> tuple[str, ...]:
-        return one.name, one.kind, one.backend, one.driver
+    def listing(device: DeviceInfo) -> tuple[str, ...]:
+        return device.name, device.kind, device.backend, device.driver
 
-    return sum(listing(one) == listing(info) for one in listed) <= 1
+    return sum(listing(device) == listing(info) for device in listed) <= 1
 
 
 def _id(path: Path) -> int | None:

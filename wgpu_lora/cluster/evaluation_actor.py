@@ -133,9 +133,9 @@ class EvaluationActor:
             directories = make_teacher_caches(training, "a teacher cache", self._index(), place, self._progress)
         store = FolderStore(checkpoints_directory())
         parcels = {key: parcel(path, MAX_CACHE_BYTES, MAX_CACHE_FILES) for key, path in directories.items()}
-        for key, one in parcels.items():
-            store_files([store], one.unit, Path(directories[key]).parent, one.files)
-            place_parcel([store], one)
+        for key, cache in parcels.items():
+            store_files([store], cache.unit, Path(directories[key]).parent, cache.files)
+            place_parcel([store], cache)
         return parcels
 
     def cache_progress(self, run: str, name: str) -> tuple[int, int]:

@@ -52,12 +52,12 @@ def on_all(hosts: Sequence[HostSpec], work: Callable[[HostSpec], T], predicate: 
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         results = list(pool.map(attempt, hosts))
-    errors = [str(one) for one in results if isinstance(one, UserError)]
+    errors = [str(result) for result in results if isinstance(result, UserError)]
     if len(errors) == 1:
         raise UserError(errors[0])
     if errors:
         raise UserError(f"{count_noun(len(errors), 'host')} {predicate}:", errors)
-    return [one for one in results if not isinstance(one, UserError)]
+    return [result for result in results if not isinstance(result, UserError)]
 
 
 def check_addresses(spec: ClusterFile) -> None:
@@ -89,7 +89,7 @@ def check_host(spec: ClusterFile, host: HostSpec) -> NodeCheck:
     if (mismatch := difference(own_versions(), node.versions)) is not None:
         raise UserError(f"{host.host}: {mismatch}: install the same versions there as here.")
     if (address := spec.address_of(host)) not in node.addresses:
-        has = ", ".join(one for one in node.addresses if ":" not in one and not one.startswith("127.")) or "none"
+        has = ", ".join(ip for ip in node.addresses if ":" not in ip and not ip.startswith("127.")) or "none"
         raise UserError(f"{host.host} has no interface with the address {address} (it has {has}): give its 'address'.")
     return node
 

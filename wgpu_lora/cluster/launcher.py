@@ -77,7 +77,7 @@ def _report(spec: ClusterFile, line: PrintLine) -> None:
     answers = on_all(spec.host, lambda host: ask(spec, host, "ports", PORTS_SECONDS), "do not answer")
     for host, answer in zip(spec.host, answers, strict=True):
         line(host.host, f"listens {_ports(answer['listening'])}")
-        open_ports = sorted({one["port"] for one in answer["listening"] if one["address"] == "*"})
+        open_ports = sorted({listener["port"] for listener in answer["listening"] if listener["address"] == "*"})
         if answer["public"] and open_ports:
             line(
                 "Warning",
@@ -91,9 +91,9 @@ def _report(spec: ClusterFile, line: PrintLine) -> None:
 
 def _ports(listening: list[dict[str, Any]]) -> str:
     by_address: dict[str, list[str]] = {}
-    for one in listening:
-        where = "on all interfaces" if one["address"] == "*" else f"on {one['address']}"
-        by_address.setdefault(where, []).append(f"{one['port']} {one['process']}")
+    for listener in listening:
+        where = "on all interfaces" if listener["address"] == "*" else f"on {listener['address']}"
+        by_address.setdefault(where, []).append(f"{listener['port']} {listener['process']}")
     return "; ".join(f"{where}: {', '.join(ports)}" for where, ports in sorted(by_address.items())) or "on no port"
 
 

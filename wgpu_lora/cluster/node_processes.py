@@ -79,10 +79,12 @@ def listening(name: str) -> list[dict[str, Any]]:
     listeners = {}
     for process in of_cluster(name).values():
         with suppress(psutil.Error):
-            for one in process.net_connections(kind="tcp"):
-                if one.status == psutil.CONN_LISTEN and one.laddr:
-                    address = "*" if one.laddr.ip in ("::", "0.0.0.0") else one.laddr.ip.removeprefix("::ffff:")
-                    listeners[one.laddr.port, address] = title(process)
+            for connection in process.net_connections(kind="tcp"):
+                if connection.status == psutil.CONN_LISTEN and connection.laddr:
+                    address = (
+                        "*" if connection.laddr.ip in ("::", "0.0.0.0") else connection.laddr.ip.removeprefix("::ffff:")
+                    )
+                    listeners[connection.laddr.port, address] = title(process)
     return [
         {"process": title, "address": address, "port": port} for (port, address), title in sorted(listeners.items())
     ]
@@ -90,13 +92,15 @@ def listening(name: str) -> list[dict[str, Any]]:
 
 def addresses() -> list[str]:
     """The IP addresses of this host's interfaces."""
-    entries = [one for interface in psutil.net_if_addrs().values() for one in interface]
-    return sorted({one.address.partition("%")[0] for one in entries if one.family.name in ("AF_INET", "AF_INET6")})
+    entries = [entry for interface in psutil.net_if_addrs().values() for entry in interface]
+    return sorted(
+        {entry.address.partition("%")[0] for entry in entries if entry.family.name in ("AF_INET", "AF_INET6")}
+    )
 
 
 def public(ips: list[str]) -> list[str]:
     """Those addresses that can be reached from the Internet, unless a firewall forbids it."""
-    return [one for one in ips if ipaddress.ip_address(one).is_global]
+    return [ip for ip in ips if ipaddress.ip_address(ip).is_global]
 
 
 def title(process: psutil.Process) -> str:

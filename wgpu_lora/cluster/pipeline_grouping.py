@@ -20,7 +20,7 @@ MOST_LOOKED_AT = 4 * MOST_JOINED  # tasks, for members of a unit: those further 
 class StartingUnit:
     """A unit that starts now. at: its device. free: bytes there before it. cost: seconds per token if joined.
 
-    largest: bytes of its largest task alone. needed: bytes of all. end: seconds until it has ended.
+    largest: bytes of its largest task alone. peak_bytes: bytes of all. end: seconds until it has ended.
     """
 
     members: list[Waiting]
@@ -30,12 +30,12 @@ class StartingUnit:
     cost: float
     work: float
     largest: int
-    needed: int
+    peak_bytes: int
     end: float
 
     def placement(self, field: Field) -> Placement:
         names = tuple(name for task in self.members for name in task.members)
-        return Placement(names, (field.places[self.at].id,), self.score, self.needed)
+        return Placement(names, (field.places[self.at].id,), self.score, self.peak_bytes)
 
 
 class Grouping:
@@ -53,7 +53,7 @@ class Grouping:
     def __init__(self, field: Field, tasks: Sequence[tuple[Waiting, Numbers]]):
         self._field = field
         self._growing: dict[tuple[str, str], list[StartingUnit]] = {}
-        self._left = len(tasks)
+        self._remaining = len(tasks)
         self._joined: set[str] = set()
         self._queues: dict[tuple[str, str], deque[tuple[Waiting, Numbers]]] = {}
         for task, need in tasks:
@@ -66,7 +66,7 @@ class Grouping:
 
     def next(self, task: Waiting) -> bool:
         """Whether a task is still to be planned, which is done now."""
-        self._left -= 1
+        self._remaining -= 1
         if task.task in self._joined:
             return False
         if task.joinable:
@@ -78,7 +78,7 @@ class Grouping:
 
     def may_grow(self) -> bool:
         """Whether the tasks that are left are so few that they are worth planning, in order to join them."""
-        return self._left <= MOST_JOINED * len(self._field.places) and any(
+        return self._remaining <= MOST_JOINED * len(self._field.places) and any(
             units and self._queues[group] for group, units in self._growing.items()
         )
 
@@ -119,9 +119,9 @@ class Grouping:
         unit.members.append(task)
         unit.work += task.work
         unit.largest = max(unit.largest, int(need[unit.at]))
-        unit.needed = joined_bytes(task.base_bytes, len(unit.members), unit.largest)
+        unit.peak_bytes = joined_bytes(task.base_bytes, len(unit.members), unit.largest)
         field, end = self._field, unit.work * unit.cost
-        field.free[unit.at] = unit.free - unit.needed
+        field.free[unit.at] = unit.free - unit.peak_bytes
         field.ready[unit.at] += end - unit.end  # for what is queued behind it
         field.refresh(unit.at)
         unit.end = end
@@ -151,7 +151,7 @@ def start_together(field: Field, task: Waiting, need: Numbers, slack: float) -> 
     best = _earliest(field, task, begins)
     if best is None:
         return None
-    end, start, chosen = best
+    end, start, indices = best
     if now.sum() >= task.devices:
         scores = field.scores(task, need)
         by_score = np.argsort(np.where(now, -scores, math.inf), kind="stable")
@@ -160,7 +160,7 @@ def start_together(field: Field, task: Waiting, need: Numbers, slack: float) -> 
             devices = [int(at) for at in order[: task.devices]]
             if _seconds(task, field.rate[devices]) <= slack * end:
                 return _start(field, task, devices, need, scores)
-    for at in chosen:
+    for at in indices:
         if now[at]:
             field.keep(at, start)
         field.ready[at] = end
@@ -175,10 +175,10 @@ def _earliest(field: Field, task: Waiting, begins: Numbers) -> tuple[float, floa
     best: tuple[float, float, list[int]] | None = None
     for count in range(task.devices, len(order) + 1):
         start = float(begins[order[count - 1]])
-        chosen = sorted(order[:count], key=lambda at: (-share[at], at))[: task.devices]
-        end = start + _seconds(task, share[chosen])
+        indices = sorted(order[:count], key=lambda at: (-share[at], at))[: task.devices]
+        end = start + _seconds(task, share[indices])
         if best is None or end < best[0]:
-            best = end, start, chosen
+            best = end, start, indices
     return best
 
 

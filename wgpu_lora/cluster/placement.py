@@ -68,14 +68,14 @@ class _Decision:
                     self.units.append(together)
                 started = together is not None
             else:
-                started = self._one(task, need)
+                started = self._place_single(task, need)
             if started:
                 waits = (self.useful & field.open).any()
             if not waits and not grouping.may_grow():
                 break
-        return [one if isinstance(one, Placement) else one.placement(field) for one in self.units]
+        return [unit if isinstance(unit, Placement) else unit.placement(field) for unit in self.units]
 
-    def _one(self, task: Waiting, need: Numbers) -> bool:
+    def _place_single(self, task: Waiting, need: Numbers) -> bool:
         """Start, join or queue a task of one device; True if it starts a unit."""
         field = self.field
         start, length = field.start, _length(task, field.cost)

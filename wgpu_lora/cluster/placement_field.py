@@ -19,7 +19,7 @@ class Waiting:
 
     Attributes:
         task: unique among all that waits.
-        needed: bytes at the peak, by plan class; of the whole unit, if it is one. It cannot run on other classes.
+        peak_bytes: bytes at the peak, by plan class; of the whole unit, if it is one. It cannot run on other classes.
         base: equal for tasks that may share a base model in one pipeline. base_bytes: what they would share.
         work: processed tokens that are left.
         data: what its files are, for locality.
@@ -33,7 +33,7 @@ class Waiting:
     """
 
     task: str
-    needed: Mapping[str, int]
+    peak_bytes: Mapping[str, int]
     base: str = ""
     base_bytes: int = 0
     work: float = 0.0
@@ -68,7 +68,7 @@ class Place:
     Attributes:
         id: unique in the cluster. name: for people, with its host.
         free: bytes that a new job could get now; None if unknown, which counts as enough.
-        held: bytes that its active jobs hold, which are free when they have ended.
+        active_bytes: bytes that its active jobs hold, which are free when they have ended.
         budget: bytes that it has when nothing runs, for refusals; None if unknown.
         speed: measured tokens/s; None if not measured: it then counts as the median of those that are, first of its
             plan class, then of all.
@@ -90,7 +90,7 @@ class Place:
     data: frozenset[str] = frozenset()
     joined_speedup: float | None = None
     jobs_per_device: int = 1
-    held: int = 0
+    active_bytes: int = 0
     budget: int | None = None
     name: str = ""
     out: str = ""
@@ -103,7 +103,7 @@ class Placement:
     tasks: tuple[str, ...]
     devices: tuple[str, ...]
     score: float
-    needed: int = field(default=0, compare=False)  # bytes on each device
+    peak_bytes: int = field(default=0, compare=False)  # bytes on each device
 
 
 def joined_bytes(base_bytes: int, count: int, largest: int) -> int:
@@ -138,7 +138,7 @@ class Field:
         self.index = {place.id: at for at, place in enumerate(self.places)}
         self.speed = speeds(self.places)
         self.free = np.array([UNKNOWN if p.free is None else p.free for p in self.places], dtype=np.float64)
-        self.room = self.free + np.array([place.held for place in self.places], dtype=np.float64)
+        self.room = self.free + np.array([place.active_bytes for place in self.places], dtype=np.float64)
         self.active = np.array([place.active for place in self.places], dtype=np.float64)
         self.slots = np.array([max(place.jobs_per_device, 1) for place in self.places], dtype=np.float64)
         busy = np.array([place.busy_seconds for place in self.places], dtype=np.float64)
@@ -181,7 +181,7 @@ class Field:
 
     def needs(self, tasks: Sequence[Waiting]) -> Numbers:
         """Bytes that each task needs on each place [tasks, places]; infinite where it cannot run."""
-        by_class = [[task.needed.get(name, math.inf) for name in self.classes] for task in tasks]
+        by_class = [[task.peak_bytes.get(name, math.inf) for name in self.classes] for task in tasks]
         needs: Numbers = np.array(by_class, dtype=np.float64).reshape(len(tasks), len(self.classes))[:, self.of_class]
         for row, task in enumerate(tasks):
             if task.avoid:

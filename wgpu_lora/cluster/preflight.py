@@ -45,8 +45,8 @@ def refuse(reasons: Iterable[str]) -> None:
     if len(sentences) == 1:
         raise UserError(sentences[0])
     if sentences:
-        rest = len(sentences) - MOST_REASONS
-        more = [f"and {rest:,} more"] if rest > 0 else []
+        remaining = len(sentences) - MOST_REASONS
+        more = [f"and {remaining:,} more"] if remaining > 0 else []
         raise UserError(
             f"The run is refused for {len(sentences):,} reasons: mend them all.", [*sentences[:MOST_REASONS], *more]
         )
@@ -61,7 +61,7 @@ def surveyed(cluster: Cluster, versions: Versions, local: bool = False) -> list[
     Raises:
         UserError: a node has another version of something than this machine, or there is no device.
     """
-    nodes = [from_plain(NodeFacts, one) for one in cluster.controller("nodes", seconds=SURVEY_SECONDS)]
+    nodes = [from_plain(NodeFacts, answer) for answer in cluster.controller("nodes", seconds=SURVEY_SECONDS)]
     reasons = [*_other_versions(nodes, versions, local)]
     if not nodes:
         reasons.append("The cluster has no node that answers: see 'wgpu-lora cluster status'.")

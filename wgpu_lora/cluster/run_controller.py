@@ -233,7 +233,7 @@ class RunController:
         """Write a result to the shared folder, by a host that has it."""
         with self._lock:
             request, place = self._state.requests[task.run], self._result(task)
-            output = next(one.output for one in request.tasks if one.name == task.name)
+            output = next(candidate.output for candidate in request.tasks if candidate.name == task.name)
         if place is None:
             return
         (node, *_), files = place
@@ -417,7 +417,7 @@ class RunController:
                 waiting = self._queue.waiting(state, jobs, now)
                 for placement in place(waiting, devices, now) if waiting else ():
                     unit = run_state.join_units(state, placement.tasks)
-                    run_state.start_unit(state, unit, placement.devices, placement.needed, now)
+                    run_state.start_unit(state, unit, placement.devices, placement.peak_bytes, now)
                     started.append(unit)
             try:
                 self._save()  # a generation must be known before its actor is
@@ -460,7 +460,7 @@ class RunController:
             try:
                 self._actors[unit.id] = ray.get_actor(_actor_name(unit), namespace=NAMESPACE)
             except ValueError:
-                self._lost(unit.id, "its actor is gone")
+                self._lose_unit(unit.id, "its actor is gone")
 
     def _poll(self) -> None:
         """Take the reports of all training actors, and pass on what is to end."""
@@ -480,7 +480,7 @@ class RunController:
             except ray.exceptions.ActorUnavailableError:
                 continue
             except ray.exceptions.RayError as error:
-                self._lost(unit_id, _death(error))
+                self._lose_unit(unit_id, _death(error))
                 continue
             self._take_report(unit_id, report)
         with self._lock:
@@ -491,7 +491,7 @@ class RunController:
                 if now - self._reports.get(unit.id, (None, now))[1] > (HUNG_SECONDS if unit.started else START_SECONDS)
             ]
         for unit in late_units:
-            self._lost(unit.id, "its actor does not answer" if unit.started else "its actor has not started")
+            self._lose_unit(unit.id, "its actor does not answer" if unit.started else "its actor has not started")
 
     def _take_report(self, unit_id: str, report: Report) -> None:
         with self._lock:
@@ -512,7 +512,7 @@ class RunController:
             elif ends:
                 actor.end.remote(ends)
 
-    def _lost(self, unit_id: str, why: str) -> None:
+    def _lose_unit(self, unit_id: str, why: str) -> None:
         with self._lock:
             self._end_actor(unit_id)
             unit = self._state.units.get(unit_id)

@@ -122,7 +122,7 @@ def _waiting(state: ClusterState, request: RunRequest, unit: UnitState, now: flo
     target_seconds = options.get("target_seconds")
     return Waiting(
         task=unit.id,
-        needed=needed_bytes(plans),
+        peak_bytes=needed_bytes(plans),
         base=first_plans[0].base,
         base_bytes=first_plans[0].base_bytes,
         work=sum(plan.work * _remaining_share(task) for plan, task in zip(first_plans, tasks, strict=True)),
@@ -190,7 +190,7 @@ def places(state: ClusterState, jobs_per_device: int, now: float) -> list[Place]
                 data=frozenset(host.data),
                 joined_speedup=device.facts.joined_speedup,
                 jobs_per_device=jobs_per_device,
-                held=sum(unit.needed for unit in units),
+                active_bytes=sum(unit.needed for unit in units),
                 budget=device.facts.budget,
                 name=state.device_name(name),
                 out=device.out or ("reserved for evaluations" if name in reserved else ""),
@@ -341,9 +341,9 @@ def snapshot(state: ClusterState, run: str | None, now: float) -> Snapshot:
     return Snapshot(
         time=now,
         runs=[
-            RunView(one.name, one.by, state_of_run.began, state_of_run.ended > 0, one.shared, one.sweep)
-            for one in requests
-            if (state_of_run := state.runs[one.name])
+            RunView(request.name, request.by, state_of_run.began, state_of_run.ended > 0, request.shared, request.sweep)
+            for request in requests
+            if (state_of_run := state.runs[request.name])
         ],
         tasks=[
             _task_view(state, request, state.tasks[f"{request.name}/{task.name}"], task, stuck)

@@ -258,9 +258,9 @@ def check_run(state: ClusterState, request: RunRequest) -> None:
             _check_outputs(request, other)
 
 
-def _same_folder(one: RunRequest, other: RunRequest) -> bool:
+def _same_folder(request: RunRequest, other: RunRequest) -> bool:
     """Whether results go to one folder: a shared one, whoever submitted it, or that of one person."""
-    return one.shared == other.shared and (one.shared is not None or one.by == other.by)
+    return request.shared == other.shared and (request.shared is not None or request.by == other.by)
 
 
 def _check_outputs(request: RunRequest, other: RunRequest) -> None:

@@ -139,10 +139,10 @@ def chosen_device(devices: Sequence[tuple[str, DeviceFacts]], text: str, option:
     matches = exact or [facts for _, facts in devices if text.casefold() in facts.name.casefold()]
     if len(matches) == 1:
         return matches[0]
-    which = count_noun(len(matches), "device") if matches else "no device"
+    count = count_noun(len(matches), "device") if matches else "no device"
     names = join_words([f"{place} ({facts.name})" for place, facts in devices], most=MOST) if devices else "none"
     raise UserError(
-        f"{f'{option} {text}'.strip()} names {which} of the cluster: give HOST:INDEX, a key, or more of the name; "
+        f"{f'{option} {text}'.strip()} names {count} of the cluster: give HOST:INDEX, a key, or more of the name; "
         f"there are {names}."
     )
 

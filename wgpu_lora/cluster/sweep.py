@@ -49,8 +49,8 @@ def grid_point(grid: Grid, index: int) -> dict[str, Any]:
     """A combination of values; the last option varies first."""
     point = {}
     for name, values in reversed(grid.items()):
-        index, which = divmod(index, len(values))
-        point[name] = values[which]
+        index, value_index = divmod(index, len(values))
+        point[name] = values[value_index]
     return dict(reversed(point.items()))
 
 
@@ -63,8 +63,8 @@ def grid_of(params: Sequence[str]) -> Grid:
     grid: Grid = {}
     for text in params:
         where = f"--param {text:.80}"
-        name, equals, rest = text.partition("=")
-        parts = [part.strip() for part in rest.split(";" if ";" in rest else ",")]
+        name, equals, values_text = text.partition("=")
+        parts = [part.strip() for part in values_text.split(";" if ";" in values_text else ",")]
         if not equals or not all(parts):
             raise UserError(f"{where} is not NAME=VALUE,VALUE, such as lora_r=8,16,32.")
         (option,) = named({name.strip(): None}, where)
@@ -83,7 +83,7 @@ def grid_of(params: Sequence[str]) -> Grid:
 
 def _value(name: str, text: str, where: str) -> Any:
     """A value by the type of its option."""
-    (item,) = [one for one in fields(TrainingArguments) if one.name == name]
+    (item,) = [option for option in fields(TrainingArguments) if option.name == name]
     parts = kinds(item)
     if "None" in parts and text.lower() == "none":
         return None

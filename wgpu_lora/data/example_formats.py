@@ -87,28 +87,28 @@ def _tokens(row: Fields) -> Tokens:
     return Tokens(ids, labels)
 
 
-def _one(read: Callable[[Fields], Example]) -> Callable[[Fields], Sample]:
+def _single(read: Callable[[Fields], Example]) -> Callable[[Fields], Sample]:
     return lambda row: Sample((read(row),))
 
 
 EXAMPLES = RowFormats(
     (
-        RowFormat({"input_ids": TOKENS}, _one(_tokens), {"labels": LABELS, "attention_mask": TOKENS}),
+        RowFormat({"input_ids": TOKENS}, _single(_tokens), {"labels": LABELS, "attention_mask": TOKENS}),
         *(
             RowFormat(
                 {name: MESSAGES},
-                _one(partial(lambda name, row: conversation(row, with_system(row, name)), name)),
+                _single(partial(lambda name, row: conversation(row, with_system(row, name)), name)),
                 {"system": TEXT, **CHAT_COLUMNS},
             )
             for name in ("messages", "conversations")
         ),
         RowFormat(
             {"prompt": TEXT_OR_MESSAGES, "completion": TEXT_OR_MESSAGES},
-            _one(lambda row: answer_to(row, "prompt", "completion")),
+            _single(lambda row: answer_to(row, "prompt", "completion")),
             CHAT_COLUMNS,
         ),
-        RowFormat({"instruction": TEXT, "output": TEXT}, _one(alpaca), {"input": TEXT, "system": TEXT}),
-        RowFormat({"text": TEXT}, _one(lambda row: Text(row["text"]))),
+        RowFormat({"instruction": TEXT, "output": TEXT}, _single(alpaca), {"input": TEXT, "system": TEXT}),
+        RowFormat({"text": TEXT}, _single(lambda row: Text(row["text"]))),
     )
 )
 

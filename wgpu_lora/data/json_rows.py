@@ -75,10 +75,10 @@ def parse_line(line: bytes) -> dict[str, Any] | BadRow:
     except UnicodeEncodeError:
         reason = "a \\u escape is a lone surrogate; write the character out."
     except json.JSONDecodeError as error:
-        rest = error.doc[error.pos :].strip() if error.msg == "Extra data" else ""
-        if rest == ",":
+        tail = error.doc[error.pos :].strip() if error.msg == "Extra data" else ""
+        if tail == ",":
             reason = "there is a comma after the object; remove it, or put all rows into one list, as [...]."
-        elif rest.startswith("{"):
+        elif tail.startswith("{"):
             reason = "there are several JSON objects in one line; write one per line."
         else:
             reason = f"not JSON: {describe(error)}; each row must be one JSON object."
@@ -189,9 +189,9 @@ def _elements(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | None]]
             line, begin, is_long, count = line + buffer.count(b"\n", begin, at), at, False, count + 1
             if mark == b"]":
                 break
-    while not (rest := buffer[begin:].lstrip()) and (more := file.read(_CHUNK)):
+    while not (tail := buffer[begin:].lstrip()) and (more := file.read(_CHUNK)):
         line, buffer, begin = line + buffer.count(b"\n", begin), more, 0
-    if rest:
+    if tail:
         raise UserError(
             f"{path} has text after the end of its list, in line {_behind_space(buffer, begin, line)}; "
             "give one JSON list, or one object per line."

@@ -47,7 +47,9 @@ def checked_tools(value: Any, name: str) -> list[dict[str, Any]] | None:
 def checked_functions(value: Any, name: str) -> list[dict[str, Any]] | None:
     """The tools that OpenAI's older column `functions` declares. Raises UserError."""
     functions = checked_tools(value, name)
-    return functions and [one if "function" in one else {"type": "function", "function": one} for one in functions]
+    return functions and [
+        function if "function" in function else {"type": "function", "function": function} for function in functions
+    ]
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:

@@ -151,8 +151,8 @@ class RowCounts:
 
     def refuse_nothing(self, max_length: int) -> None:
         """Raise UserError about why no row is left."""
-        lost = self.truncated_away.count
-        by_cut = f" ({lost:,} of them truncated at {max_length:,} tokens)" if lost else ""
+        cut_count = self.truncated_away.count
+        by_cut = f" ({cut_count:,} of them truncated at {max_length:,} tokens)" if cut_count else ""
         bad = (
             f" ({self.bad[0][0]}: {self.bad[0][1].reason.rstrip('.')})"
             if self.bad and not self.source.is_sealed
@@ -165,8 +165,8 @@ class RowCounts:
             f"of more than {max_length:,} tokens": self.too_long.count,
         }
         counts = [f"{count:,} {kind}" for kind, count in kinds.items() if count]
-        cure = "give rows that have answers" if self.expanded > lost + self.too_long.count else ""
-        longer = f"raise {flag('max_length')}" if lost or self.too_long.count else ""
+        cure = "give rows that have answers" if self.expanded > cut_count + self.too_long.count else ""
+        longer = f"raise {flag('max_length')}" if cut_count or self.too_long.count else ""
         raise UserError(
             f"{self.source.display_name} leaves nothing to train on: of {count_noun(self.expanded, 'row')}, "
             f"{join_words(counts)}; "

@@ -171,8 +171,8 @@ class RowFormats(Generic[T]):
 
     @property
     def _requirements(self) -> str:
-        each = "; ".join(join_words([*form.required]) for form in self.formats)
-        return f"the format needs {each}" if len(self.formats) == 1 else f"the formats need {each}"
+        columns = "; ".join(join_words([*form.required]) for form in self.formats)
+        return f"the format needs {columns}" if len(self.formats) == 1 else f"the formats need {columns}"
 
 
 # Other names of keys, the most common first; and of roles.

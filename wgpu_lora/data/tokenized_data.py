@@ -121,9 +121,9 @@ def common_prefix(rows: Sequence[Row], longest: int | None = None) -> int:
     lengths = [len(row.input_ids) for row in rows]
     if len(rows) != 2 or (longest is not None and max(lengths) > longest):
         return 0
-    size, (one, other) = min(lengths), rows
-    differing = np.flatnonzero(one.input_ids[:size] != other.input_ids[:size])
-    trained = [np.flatnonzero(row.labels[1:] != UNTRAINED) for row in (one, other)]
+    size, (first, second) = min(lengths), rows
+    differing = np.flatnonzero(first.input_ids[:size] != second.input_ids[:size])
+    trained = [np.flatnonzero(row.labels[1:] != UNTRAINED) for row in (first, second)]
     return min([size - 1, *(int(item[0]) for item in (differing, *trained) if item.size)])
 
 
@@ -405,10 +405,10 @@ def split_validation(prepared: TokenizedData, amount: float, seed: int) -> tuple
     note = f"{count:,} of {count_noun(total, 'row')} are held out ({setting('validation_split', amount)})"
     train = _only(prepared, ~mask, notes=(*prepared.notes, note))
     source = prepared.account.source
-    which = np.sort(prepared.keys[mask]).tobytes()
+    identity = np.sort(prepared.keys[mask]).tobytes()
     if source.is_sealed:  # records have the digest, by which somebody could try what the rows are
-        which = f"{prepared.digest} {amount} {seed}".encode()
-    digest = hashlib.sha256(which).hexdigest()
+        identity = f"{prepared.digest} {amount} {seed}".encode()
+    digest = hashlib.sha256(identity).hexdigest()
     return train, _only(prepared, mask, digest=digest, account=RowCounts(source, examples=count), notes=())
 
 

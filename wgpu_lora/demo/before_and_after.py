@@ -98,10 +98,10 @@ class Comparison:
             result = answer(
                 self.model, prompts, adapter=adapter, max_new_tokens=task.new_tokens, batch=BATCH, events=counted
             )
-            for one, row in zip(result, rows, strict=True):
-                checked.append(task.check(one.text, row))
-                counted.answering(0, 0, sum(len(one.token_ids) for one in result))
-            counted.before += sum(len(one.token_ids) for one in result)
+            for completion, row in zip(result, rows, strict=True):
+                checked.append(task.check(completion.text, row))
+                counted.answering(0, 0, sum(len(item.token_ids) for item in result))
+            counted.before += sum(len(item.token_ids) for item in result)
         return CheckedAnswers(checked)
 
     def trained(self, record: RunRecord, events: Events = SILENT) -> None:

@@ -88,13 +88,13 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     worst, near_ties = 0.0, 0
     with np.load(a["arrays"]) as logits_a, np.load(b["arrays"]) as logits_b:
         for number, (x, y) in enumerate(zip(a["answers"], b["answers"], strict=True)):
-            one, other = logits_a[f"arr_{number}"], logits_b[f"arr_{number}"]
+            first, second = logits_a[f"arr_{number}"], logits_b[f"arr_{number}"]
             pairs = enumerate(zip(x["ids"], y["ids"], strict=False))
             same = next((i for i, (u, v) in pairs if u != v), min(len(x["ids"]), len(y["ids"])))
             # Logits after the same tokens can be compared, including those at which the answers diverge.
-            count = min(same + 1, len(one), len(other))
-            scale = float(max(np.abs(one).max(initial=0), np.abs(other).max(initial=0)))
-            difference = float(np.abs(one[:count] - other[:count]).max(initial=0)) / (scale or 1)
+            count = min(same + 1, len(first), len(second))
+            scale = float(max(np.abs(first).max(initial=0), np.abs(second).max(initial=0)))
+            difference = float(np.abs(first[:count] - second[:count]).max(initial=0)) / (scale or 1)
             worst = max(worst, difference) if np.isfinite(difference) else math.inf
             if x["ids"] == y["ids"]:
                 continue

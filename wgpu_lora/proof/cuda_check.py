@@ -31,7 +31,7 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
     reports: dict[str, Any] = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
     # The libraries that each process had mapped, as read from outside and by its own account.
     names = {child.process.pid: child.name for child in started}
-    accounts = [(names.get(one.pid) or short(one.command), one.pid, one.libraries) for one in records]
+    accounts = [(names.get(record.pid) or short(record.command), record.pid, record.libraries) for record in records]
     accounts += [(name, account["pid"], account["libraries"]) for name, account in reports.items()]
     mapped: dict[str, set[str]] = {}
     for name, pid, libraries in accounts:
@@ -43,11 +43,11 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
     opened = {name: account["opened"] for name, account in reports.items()}
     modules = {*sys.modules, *(module for account in reports.values() for module in account["modules"])}
     child_commands = [command for account in reports.values() for command in account["commands"]]
-    commands = [*(one.command for one in records), *child_commands]
+    commands = [*(record.command for record in records), *child_commands]
     requirements = sorted(required(PACKAGE))
     # CUDA's driver side, by path: the processes in which NVIDIA's Vulkan driver was mapped too.
     explained = {path: where for path in paths if (where := [n for n, (_, of) in verdicts.items() if path in of])}
-    looked_at, looks = {one.pid for one in records if one.looks}, sum(one.looks for one in records)
+    looked_at, looks = {record.pid for record in records if record.looks}, sum(record.looks for record in records)
     kinds = {
         "mapped": [path for path in paths if any(path in forbidden for forbidden, _ in verdicts.values())],
         "opened by Python": [f"{lib} ({name})" for name, libs in opened.items() for lib in libs if is_cuda(lib)],
@@ -190,9 +190,9 @@ def required(package: str) -> set[str]:
             requirements = map(Requirement, requires(name) or [])
         except PackageNotFoundError:  # an optional one that is left out
             requirements = map(Requirement, ())
-        for one in requirements:
-            if not one.marker or one.marker.evaluate({"extra": extra}):
-                todo |= {(canonicalize_name(one.name), more) for more in ("", *one.extras)} - result
+        for requirement in requirements:
+            if not requirement.marker or requirement.marker.evaluate({"extra": extra}):
+                todo |= {(canonicalize_name(requirement.name), more) for more in ("", *requirement.extras)} - result
     return {name for name, _ in result} if result != {(package, "")} else set()
 
 

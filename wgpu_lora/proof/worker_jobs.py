@@ -153,7 +153,7 @@ def answers(
         "enable_thinking": enable_thinking,
     }
     results = (answer(opened, prompts, adapter=adapter, progress_bar=False, **options) for adapter in adapters)
-    return [[one.text for one in result] for result in results]
+    return [[completion.text for completion in result] for result in results]
 
 
 REPEATS = 3  # of the timed step
@@ -243,20 +243,20 @@ def gradients(
     # One module of each name, from first layer to last.
     for share, of in zip(np.linspace(0, 1, len(by_name)), by_name.values(), strict=True):
         module = of[round(share * (len(of) - 1))]
-        for which in (0, 1):
-            matrix, gradient = (matrices[module][which].astype(np.float64) for matrices in (adapter, recorded))
+        for factor in (0, 1):
+            matrix, gradient = (matrices[module][factor].astype(np.float64) for matrices in (adapter, recorded))
             direction = rng.standard_normal(matrix.shape)
             size = np.linalg.norm(matrix) or ZERO_SCALE * np.sqrt(matrix.size)
             direction *= size / np.linalg.norm(direction)
 
-            def moved(by: float, module: str = module, which: int = which, to: np.ndarray = direction) -> float:
+            def moved(by: float, module: str = module, factor: int = factor, to: np.ndarray = direction) -> float:
                 changed = list(adapter[module])
-                changed[which] = (changed[which] + by * to).astype(np.float32)
+                changed[factor] = (changed[factor] + by * to).astype(np.float32)
                 return loss({module: (changed[0], changed[1])})
 
             result = difference(moved, 2 * float((gradient * direction).sum()), centre)
             adapters.write(device, 0, {module: adapter[module]})
-            directions.append({"matrix": f"{module}.{'AB'[which]}", **result})
+            directions.append({"matrix": f"{module}.{'AB'[factor]}", **result})
     return {"loss": centre, "rounding": ROUNDING, "directions": directions}
 
 

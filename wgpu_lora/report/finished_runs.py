@@ -102,15 +102,15 @@ def _completions(path: Path) -> list[list[str]]:
     """Those of the last step that has some, as texts."""
     lines = path.read_bytes().splitlines() if path.is_file() else []
     entries = [entry for line in lines if (entry := completion_entry(line))]
-    last = [one for one in entries if one["step"] == entries[-1]["step"]]
+    last = [entry for entry in entries if entry["step"] == entries[-1]["step"]]
     return [
         [
-            _shown(one.get("prompt")),
-            _shown(one.get("completion")),
-            _numbers(one.get("rewards")),
-            _numbers(one.get("advantage")),
+            _shown(entry.get("prompt")),
+            _shown(entry.get("completion")),
+            _numbers(entry.get("rewards")),
+            _numbers(entry.get("advantage")),
         ]
-        for one in last
+        for entry in last
     ]
 
 
@@ -122,7 +122,7 @@ def _shown(value: Any) -> str:
 
 def _numbers(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_numbers(one)}" for name, one in value.items())
+        return ", ".join(f"{name} {_numbers(item)}" for name, item in value.items())
     return f"{value:.3g}" if isinstance(value, int | float) else "none"
 
 

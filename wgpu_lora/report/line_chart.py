@@ -61,11 +61,11 @@ def line_chart(lines: Sequence[Line], x_label: str, y_label: str, log: bool = Fa
     curves = [(line, [p for p in line.points if all(abs(value) <= LARGEST for value in p)]) for line in lines]
     across = Scale.from_zero((x for _, points in curves for x, _ in points), log)
     up = Scale.around(y for _, points in curves for _, y in points)
-    drawn = [_drawn(line, points, across, up, x_label) for line, points in curves if points]
-    return Chart(drawn, x_label, y_label, _percent(across.ticks()), _percent([(1 - at, t) for at, t in up.ticks()]))
+    paths = [_draw(line, points, across, up, x_label) for line, points in curves if points]
+    return Chart(paths, x_label, y_label, _percent(across.ticks()), _percent([(1 - at, t) for at, t in up.ticks()]))
 
 
-def _drawn(line: Line, points: Sequence[Point], across: Scale, up: Scale, x_label: str) -> Drawn:
+def _draw(line: Line, points: Sequence[Point], across: Scale, up: Scale, x_label: str) -> Drawn:
     places = [(across.place(x), 1 - up.place(y)) for x, y in points]
     path = "L".join(f"{_number(x)} {_number(y)}" for x, y in thinned(places))
     dots = []

@@ -53,10 +53,10 @@ def render_report(runs: Sequence[Run]) -> str:
 def table(runs: Sequence[Run], of: Callable[[Run], comparison_tables.Facts]) -> tuple[list[str], list[list[str]]]:
     """The head, and a row for each run; some have more facts than others."""
     result = [of(run) for run in runs]
-    names = dict.fromkeys(name for each in sorted(result, key=len, reverse=True) for name in each)
+    names = dict.fromkeys(name for facts in sorted(result, key=len, reverse=True) for name in facts)
     return ["run", *names], [
-        [run.name, *(each.get(name, comparison_tables.number(None)) for name in names)]
-        for run, each in zip(runs, result, strict=True)
+        [run.name, *(facts.get(name, comparison_tables.number(None)) for name in names)]
+        for run, facts in zip(runs, result, strict=True)
     ]
 
 

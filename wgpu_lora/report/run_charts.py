@@ -111,9 +111,9 @@ def _lines(runs: Sequence[Run], title: str, axis: str) -> Iterator[Line]:
             if style == "mean" and len(points) >= LONG:
                 yield Line(name, points, colour, "faint")
                 points = smoothed(points, max(3, len(points) // SMOOTHED))
-            drawn = {"mean": "line", "dots": "dashed"}.get(style, style)
+            line_style = {"mean": "line", "dots": "dashed"}.get(style, style)
             if points:
-                yield Line(name, points, colour, drawn, marked=style == "dots")
+                yield Line(name, points, colour, line_style, marked=style == "dots")
 
 
 def _unit(runs: Sequence[Run]) -> tuple[str, float]:
@@ -166,4 +166,4 @@ def kernels(runs: Sequence[Run]) -> dict[str, list[Bar]]:
         return Bar.of(name, text, max(most.values()), [(spent, colour, f"{name}: {text}")])
 
     largest = sorted(most, key=lambda kernel: -most[kernel])[:KERNELS]
-    return {kernel: [bar(kernel, *one) for one in profiled] for kernel in largest}
+    return {kernel: [bar(kernel, *profile) for profile in profiled] for kernel in largest}

@@ -35,7 +35,7 @@ class _Recorder:
     """Characters written so far in a rendering, and the spans of the assistant's text."""
 
     def __init__(self) -> None:
-        self.written = 0
+        self.length = 0
         self.spans: list[Span] = []
 
 
@@ -56,8 +56,8 @@ class _GenerationTag(jinja2.ext.Extension):
         text = caller()
         recorder = _recorder.get()
         if recorder is not None:
-            # Everything before this block has been yielded, so `written` is its offset.
-            recorder.spans.append((recorder.written, recorder.written + len(text)))
+            # Everything before this block has been yielded, so `length` is its offset.
+            recorder.spans.append((recorder.length, recorder.length + len(text)))
         return text
 
 
@@ -199,7 +199,7 @@ def render(
         arguments = dict(zip(STANDARD_VARIABLES, (ready, tools, None, add_generation_prompt), strict=True))
         for piece in template.generate({**(special_tokens or {}), **variables, **arguments}):
             pieces.append(piece)
-            recorder.written += len(piece)
+            recorder.length += len(piece)
     except MemoryError:
         raise
     except jinja2.UndefinedError as error:

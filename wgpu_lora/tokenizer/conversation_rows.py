@@ -78,16 +78,21 @@ class ConversationRows:
             UserError: one of them is the row's last answer.
             UnusableError: the template renders no message.
         """
-        lost, shortened = lost_parts(self.messages, self.tools, self.trained_turns, self.text, self._render)
+        omissions, shortened = lost_parts(self.messages, self.tools, self.trained_turns, self.text, self._render)
         contents = {i for i, message in enumerate(self.messages) if (message["content"] or "").strip()}
         contents = {i for i in contents if self.messages[i]["role"] in ("user", "assistant")}
-        if len(contents) > 1 and contents <= {part.position for part in lost if part.field == CONTENT}:
+        if len(contents) > 1 and contents <= {part.position for part in omissions if part.field == CONTENT}:
             raise UnusableError(
                 f"The chat template{self.tokenizer.template_origin} renders none of a conversation's messages; use the "
                 "template that the model was published with."
             )
-        self.result.unrendered |= {*map(self._called, lost), *(f"a part of {self._called(part)}" for part in shortened)}
-        silent = {i: field for i, field, _ in sorted(lost) if i in self.trained_turns and field in (CONTENT, CALLS)}
+        self.result.unrendered |= {
+            *map(self._called, omissions),
+            *(f"a part of {self._called(part)}" for part in shortened),
+        }
+        silent = {
+            i: field for i, field, _ in sorted(omissions) if i in self.trained_turns and field in (CONTENT, CALLS)
+        }
         if silent and (self.trained_turns[-1] in silent or not completion_only_loss):
             turn = self.trained_turns[-1] if self.trained_turns[-1] in silent else max(silent)
             raise UserError(
@@ -181,9 +186,9 @@ class ConversationRows:
         if not self._is_answer(text[len(before) : end]):
             return None
         prompt, answer = split_prompt(before, text[len(before) : end], self.tokenizer)
-        rest = self.tokenizer.encode(text[end:])
-        ids = prompt + answer + rest
-        labels = behind(prompt + answer, len(prompt)) + [UNTRAINED] * len(rest)
+        tail = self.tokenizer.encode(text[end:])
+        ids = prompt + answer + tail
+        labels = behind(prompt + answer, len(prompt)) + [UNTRAINED] * len(tail)
         return self._with_end(ids, labels, text)
 
     def _text_before(self, turn: int) -> str | None:
@@ -197,10 +202,12 @@ class ConversationRows:
         """The text before a turn's content: the common prefix of two renderings with different contents."""
         turns = [[*self.messages[:turn], {"role": "assistant", "content": words}] for words in ("A", "B")]
         try:
-            one, other = (self.tokenizer.render(messages, self.tools, variables=self.kwargs) for messages in turns)
+            first, second = (self.tokenizer.render(messages, self.tools, variables=self.kwargs) for messages in turns)
         except TemplateError:
             return None
-        return one[: next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))]
+        return first[
+            : next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(first))
+        ]
 
     def _text_after(self, turn: int) -> str:
         """The conversation up to a turn."""

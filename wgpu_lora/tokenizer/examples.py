@@ -82,7 +82,7 @@ def example_of(text: str) -> Example:
         kind, fields = json.loads(text)
     except (RecursionError, ValueError):
         raise UserError(TOO_DEEP) from None
-    return {one.__name__: one for one in (Conversation, Completion, Alpaca, Text, Prompt)}[kind](**fields)
+    return {cls.__name__: cls for cls in (Conversation, Completion, Alpaca, Text, Prompt)}[kind](**fields)
 
 
 PROMPT_FORMATS = CHAT, ALPACA, TEXT = "chat", "alpaca", "text"  # how a model is asked in training
@@ -136,8 +136,10 @@ def without_empty_answers(example: Example, completion_only_loss: bool) -> tuple
             empty = {i for i in turns if _is_empty(example.messages[i])}
             if not empty:
                 return example, 0
-            rest = example.trained - empty
-            return (replace(example, trained=rest), len(empty)) if rest and completion_only_loss else (None, 0)
+            remaining = example.trained - empty
+            return (
+                (replace(example, trained=remaining), len(empty)) if remaining and completion_only_loss else (None, 0)
+            )
         case _:
             return example, 0
 

@@ -43,15 +43,15 @@ def lost_parts(
     """
     try:
         missing = _missing(messages, tools, trained, render)
-        lost: set[Part] = set()
+        omissions: set[Part] = set()
         for number, part in enumerate(sorted(missing)):
             if number >= 2 * _MOST or render(*_without(messages, tools, part)) == plain:
-                lost.add(part)
+                omissions.add(part)
     except TemplateError:  # the template refuses marks
         return set(), set()
     # A template may cut the mark alone off.
-    shortened = {part for part in missing - lost if not _is_whole(messages, part, plain)}
-    return lost | _other_fields(messages, tools, render, plain), shortened
+    shortened = {part for part in missing - omissions if not _is_whole(messages, part, plain)}
+    return omissions | _other_fields(messages, tools, render, plain), shortened
 
 
 def _missing(messages: Sequence[Message], tools: Schemas, trained: Sequence[int], render: Render) -> set[Part]:
@@ -146,12 +146,12 @@ def _other_fields(messages: Sequence[Message], tools: Schemas, render: Render, p
         for name, value in message.items():
             if name not in _PLAIN and value is not None:
                 places.setdefault(name, i)
-    lost = set()
+    omissions = set()
     for name in list(places)[:_MOST]:
         without = [{key: value for key, value in message.items() if key != name} for message in messages]
         try:
             if render(without, tools) == plain:
-                lost.add(Part(places[name], name))
+                omissions.add(Part(places[name], name))
         except TemplateError:  # the template needs the field
             continue
-    return lost
+    return omissions

@@ -38,11 +38,11 @@ def normalize_document(document: str, added_tokens: Sequence[Mapping[str, Any]] 
     if added_tokens:
         content["added_tokens"] = _with_added(content.get("added_tokens") or [], model.get("vocab") or {}, added_tokens)
     try:
-        written = json.dumps(content, ensure_ascii=False, allow_nan=False)
-        written.encode()
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False)
+        text.encode()
     except ValueError as error:  # an escaped lone surrogate, or a number beyond those of JSON
         raise TokenizerError(f"it holds a value that JSON cannot: {error}") from None
-    return written, notes
+    return text, notes
 
 
 def _no_constant(name: str) -> Any:

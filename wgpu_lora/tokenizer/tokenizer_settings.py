@@ -52,7 +52,10 @@ def read_added_tokens(directory: Path) -> list[dict[str, Any]]:
             "attribute that is not true or false; download them again."
         ) from error
     added.sort(key=lambda token: token["id"])
-    return [*added, *(token for token in special_tokens if token["content"] not in {one["content"] for one in added})]
+    return [
+        *added,
+        *(token for token in special_tokens if token["content"] not in {entry["content"] for entry in added}),
+    ]
 
 
 def _token(value: Any) -> dict[str, Any]:

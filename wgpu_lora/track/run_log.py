@@ -164,7 +164,7 @@ class Process:
     started: int | None
 
     @classmethod
-    def this(cls) -> Process:
+    def current(cls) -> Process:
         pid = os.getpid()
         return cls(host_id(), boot_id(), pid, process_start(pid))
 

@@ -88,9 +88,9 @@ def compared(before: RunEntry, after: RunEntry) -> list[tuple[str, str, str]]:
     """The differences of two runs: (label, of the first, of the second). Results are listed even if they are equal."""
     shown = []
     for table, always in ((_origin, False), (_options, False), (results, True)):
-        one, two = table(before), table(after)
-        for label in dict.fromkeys([*one, *two]):
-            values = one.get(label, NONE), two.get(label, NONE)
+        first, second = table(before), table(after)
+        for label in dict.fromkeys([*first, *second]):
+            values = first.get(label, NONE), second.get(label, NONE)
             if always or values[0] != values[1]:
                 shown.append((label, *values))
     return shown

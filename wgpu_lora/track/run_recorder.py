@@ -83,7 +83,7 @@ class Recording:
             recorded=RUNNING,
             command=list(sys.argv),
             directory=os.getcwd(),
-            process=Process.this(),
+            process=Process.current(),
             **facts,
         )
         logged = requested and current.log

@@ -25,7 +25,7 @@ BASE_FORMATS: Registry[BaseFormat] = Registry(
         **{name: f"wgpu_lora.weights.lowbit.lowbit:{name.upper()}" for name in KINDS.values()},
         GGUF: "wgpu_lora.weights.gguf.gguf_weight:GGUF_FILE",
     },
-    others={
+    patterns={
         PATTERN: "wgpu_lora.weights.lowbit.lowbit:lowbit_format",
         GGUF_PATTERN: "wgpu_lora.weights.gguf.gguf_weight:gguf_type",
     },

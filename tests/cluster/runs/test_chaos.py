@@ -19,8 +19,8 @@ from support.sampling import FULL, seeds
 from wgpu_lora.train.run.training_log import LOG, read_log
 
 ADAPTERS = 4
-KILLS = 30 if FULL else 10
-STEPS = 800 if FULL else 400
+KILLS = 30 if FULL else 6
+STEPS = 800 if FULL else 240
 ROWS = 8  # of each adapter, one per step
 WAIT = 600  # seconds, for all that is left to do after the kills
 OPTIONS = {**SMALL_STEPS, "max_steps": STEPS}

@@ -11,24 +11,24 @@ from wgpu_lora.bench.contract import brick_names
 from wgpu_lora.models.model_config import ModelConfig
 
 
-def one(make: Callable[[Context], Workload]) -> Callable[[Context], Iterator[Workload]]:
+def single_case(make: Callable[[Context], Workload]) -> Callable[[Context], Iterator[Workload]]:
     """The cases of a brick with only one."""
     return lambda context: iter((make(context),))
 
 
 WORKLOADS: dict[str, Callable[[Context], Iterator[Workload]]] = {
-    **{name: one(partial(layer_bricks.of_layer, name)) for name in layer_bricks.BRICKS},
-    "loss": one(training_bricks.loss),
-    "optimizer": one(training_bricks.optimizer),
-    "quantize": one(training_bricks.quantize),
-    "train_step": one(training_bricks.TrainStep),
-    "multi_adapter_step": one(adapter_bricks.MultiAdapterStep),
-    "multi_adapter_memory": one(adapter_bricks.MultiAdapterMemory),
-    "device_speed": one(device_speed.DeviceSpeed),
+    **{name: single_case(partial(layer_bricks.of_layer, name)) for name in layer_bricks.BRICKS},
+    "loss": single_case(training_bricks.loss),
+    "optimizer": single_case(training_bricks.optimizer),
+    "quantize": single_case(training_bricks.quantize),
+    "train_step": single_case(training_bricks.TrainStep),
+    "multi_adapter_step": single_case(adapter_bricks.MultiAdapterStep),
+    "multi_adapter_memory": single_case(adapter_bricks.MultiAdapterMemory),
+    "device_speed": single_case(device_speed.DeviceSpeed),
     "ttft": serving_bricks.ttft,
     "throughput": serving_bricks.throughput,
     "batch": serving_bricks.batch,
-    "load": one(serving_bricks.Load),
+    "load": single_case(serving_bricks.Load),
 }
 
 

@@ -104,8 +104,8 @@ def planned_figures(context: Context) -> Extra:
     for name, modules in (("memory", QV), ("all", ALL)):
         sessions = [context.session([context.tokens], slots, modules) for slots in (1, FEW, MANY)]
         plans = [session.memory() for session in sessions]
-        one, few = plans[0].training, plans[1].training
-        result |= {f"{name}_ratio": few / one, f"{name}_one_bytes": float(one), f"{name}_three_bytes": float(few)}
+        single, few = plans[0].training, plans[1].training
+        result |= {f"{name}_ratio": few / single, f"{name}_one_bytes": float(single), f"{name}_three_bytes": float(few)}
         figures = {
             "base_growth": [plan.groups["base"] for plan in plans],
             "activation_growth": [plan.groups["activations"] for plan in plans],
@@ -164,15 +164,15 @@ class MultiAdapterMemory(SessionWorkload):
         return self._whole.timer.run(self._few.optimizer.program)
 
     def extra(self, timings: Timings) -> Extra:
-        one, few = self._allocated
+        single, few = self._allocated
         planned = [session.memory().training for session in self.sessions]
         return {
             **planned_figures(self._whole),
-            "allocated_one_bytes": float(one),
+            "allocated_one_bytes": float(single),
             "allocated_three_bytes": float(few),
-            "allocated_ratio": few / one,
+            "allocated_ratio": few / single,
             "allocated_layers": self.keys["allocated_layers"],
-            "unplanned_bytes": float(abs(one - planned[0]) + abs(few - planned[1])),
+            "unplanned_bytes": float(abs(single - planned[0]) + abs(few - planned[1])),
         }
 
     def close(self) -> None:

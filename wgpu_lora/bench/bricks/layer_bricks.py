@@ -59,9 +59,13 @@ def has_brick(config: ModelConfig, name: str) -> bool:
 
 def one_layer(config: Transformer, name: str) -> Transformer:
     """The config cut to the first layer, or to a layer of the kind that a brick measures if it has two."""
-    one = cut(config, 1)
-    assert isinstance(one, Transformer)
-    return replace(one, linear_layers=(name in OF_DELTA_NETS,)) if isinstance(one, Qwen35Text) else one
+    layer_config = cut(config, 1)
+    assert isinstance(layer_config, Transformer)
+    return (
+        replace(layer_config, linear_layers=(name in OF_DELTA_NETS,))
+        if isinstance(layer_config, Qwen35Text)
+        else layer_config
+    )
 
 
 def of_layer(name: str, context: Context) -> Workload:
@@ -74,7 +78,7 @@ def of_layer(name: str, context: Context) -> Workload:
         raise UserError(f"{context.name} has no layers of attention and a gated MLP: choose another shape or model.")
     if not has_brick(context.config, name):
         raise UserError(f"{context.name} has no gated delta nets: choose another shape, such as qwen3.5-0.8b.")
-    (which, ops), options = BRICKS[name], load_contract(name).options
+    (program_name, ops), options = BRICKS[name], load_contract(name).options
     base_dtype = context.base_dtype if "base_dtype" in options else NF4.name
     compute_dtype = context.compute_dtype if "compute_dtype" in options else "f32"
     tokens, rank = context.tokens, context.rank if "rank" in options else None
@@ -115,7 +119,7 @@ def of_layer(name: str, context: Context) -> Workload:
 
     workload.fillers.append(fill)
     passes, base_passes = (
-        [program for program in programs if which in (None, program.name)]
+        [program for program in programs if program_name in (None, program.name)]
         for programs in ((workload.forward, workload.backward), beside)
     )
     workload.time(passes, lambda kernel: op_of(kernel) in ops, base_passes)

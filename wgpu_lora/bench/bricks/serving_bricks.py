@@ -103,15 +103,15 @@ class Serving(Workload):
         recorded, arena, batch, result = engine.programs, engine.arena, self._sequences, ReferenceErrors()
         state, head = recorded.state, recorded.heads[batch]
         size = next((size for size in recorded.prefill if size >= batch * self._prompt), max(recorded.prefill))
-        each, everyone = min(self._prompt, size // batch), np.arange(batch)
+        length, everyone = min(self._prompt, size // batch), np.arange(batch)
         # Positions, sequences and picked rows of each step.
         steps = {
             recorded.prefill[size]: (
-                np.tile(np.arange(each), batch),
-                np.repeat(everyone, each),
-                (everyone + 1) * each - 1,
+                np.tile(np.arange(length), batch),
+                np.repeat(everyone, length),
+                (everyone + 1) * length - 1,
             ),
-            recorded.decode[batch]: (np.full(batch, each), everyone, everyone),
+            recorded.decode[batch]: (np.full(batch, length), everyone, everyone),
         }
         for program in (recorded.shared, head.logits, *(step.program for step in steps)):
             program.build(arena)

@@ -50,8 +50,8 @@ class Gguf(Stage):
             outputs = {kind: output / f"{self.stem}-{kind}.gguf" for kind in self.quantize}
             adapter = Path(self.adapter) if self.adapter else None
             result = export_models(base, outputs, adapter, self.stem, events)
-        for kind, written in result.items():
-            text = f"{written.nbytes:,} bytes, {written.bits_per_weight:.2f} bits per weight"
+        for kind, file in result.items():
+            text = f"{file.nbytes:,} bytes, {file.bits_per_weight:.2f} bits per weight"
             watch.note_line("gguf", f"{outputs[kind].name}: {text}")
         for note in next(iter(result.values())).notes:
             watch.note_line("note", note)

@@ -97,19 +97,19 @@ def comparison_cells(c: Comparison) -> tuple[str, ...]:
 
 def comparing_cells(label: str, figures: Sequence[Figure | None], ratio: bool) -> tuple[str, ...]:
     """A row of figures of the same name, one per file; with the ratio of the second to the first if there are two."""
-    cells = [label, *("" if one is None else figure(one) for one in figures)]
+    cells = [label, *("" if item is None else figure(item) for item in figures)]
     if ratio:
         old, new = figures
         cells.append(f"{new.value / old.value:.3f}" if old and new and old.value else "")
     return tuple(cells)
 
 
-def figure(one: Figure) -> str:
+def figure(measurement: Figure) -> str:
     """A figure with its unit."""
     from wgpu_lora.train.memory import format_bytes
 
-    if one.unit == "s":
-        return duration(one.value)
-    if one.unit == "bytes":
-        return format_bytes(int(one.value))
-    return f"{one.value:,.4g}{one.unit}" if one.unit == "/s" else f"{one.value:,.6g}"
+    if measurement.unit == "s":
+        return duration(measurement.value)
+    if measurement.unit == "bytes":
+        return format_bytes(int(measurement.value))
+    return f"{measurement.value:,.4g}{measurement.unit}" if measurement.unit == "/s" else f"{measurement.value:,.6g}"

@@ -301,11 +301,11 @@ class _BrickProgress(Events):
 
     def __init__(self, bar: Bar, writer: Writer):
         self._bar, self._writer = bar, writer
-        self._begun: dict[str, None] = {}
+        self._bricks: dict[str, None] = {}
 
     def measuring(self, brick: str, case: str) -> None:
-        self._begun[brick] = None
-        self._bar.advance(f"{brick} {case}".strip(), to=len(self._begun))
+        self._bricks[brick] = None
+        self._bar.advance(f"{brick} {case}".strip(), to=len(self._bricks))
 
     def measured(self, record: Mapping[str, Any]) -> None:
         from wgpu_lora.bench.brick_results import Result

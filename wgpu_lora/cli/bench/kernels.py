@@ -71,17 +71,17 @@ def show(
     from wgpu_lora.bench.kernel_texts import kernel_text
 
     calls = _calls(shape, base_dtype, device)
-    calls_of_kernel = [one for one in calls if one.dispatch.kernel.name == name]
+    calls_of_kernel = [candidate for candidate in calls if candidate.dispatch.kernel.name == name]
     if not calls_of_kernel:
-        names = list(dict.fromkeys(one.dispatch.kernel.name for one in calls))
+        names = list(dict.fromkeys(candidate.dispatch.kernel.name for candidate in calls))
         close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
         advice = f"did you mean {' or '.join(close)}?" if close else "'wgpu-lora kernels list' names them."
         raise UserError(f"{shape} in {base_dtype} has no kernel '{name}': {advice}")
     if not 1 <= call <= len(calls_of_kernel):
         count = count_noun(len(calls_of_kernel), "call")
         raise UserError(f"--call {call} is not possible: {name} has {count} in {shape}.")
-    chosen = calls_of_kernel[call - 1]
-    dispatch, tilings = chosen.dispatch, {one.label: one for one in chosen.tilings}
+    kernel_call = calls_of_kernel[call - 1]
+    dispatch, tilings = kernel_call.dispatch, {candidate.label: candidate for candidate in kernel_call.tilings}
     if tiling is not None:
         if tiling not in tilings:
             raise UserError(f"{name} has no tiling '{tiling}' here: choose one of {', '.join(tilings)}.")

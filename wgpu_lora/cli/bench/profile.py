@@ -148,10 +148,10 @@ def _summary(profile: Profile) -> None:
     clock = "the device's timestamps" if profile.clock == "timestamps" else "the host's clock, including waiting"
     text = f"{duration(profile.attributed_seconds)}, each call timed alone by {clock}; shares are of this sum"
     line("kernels", text + ("" if profile.attributed_share else "; together in a step they take less"))
-    line("the rest", _rest(profile))
+    line("the rest", _idle_time(profile))
 
 
-def _rest(profile: Profile) -> str:
+def _idle_time(profile: Profile) -> str:
     """How long the device waits for the host."""
     from wgpu_lora.cli.bench.brick_tables import duration
 

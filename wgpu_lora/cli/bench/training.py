@@ -70,7 +70,7 @@ def training(
     from wgpu_lora.bench.batch_search import search_pairs
     from wgpu_lora.bench.brick_results import Writer
     from wgpu_lora.bench.larger_models import GRADES, LARGER
-    from wgpu_lora.bench.training_runs import Work, run_training, written
+    from wgpu_lora.bench.training_runs import Work, run_training, summary_text
     from wgpu_lora.bench.training_step import training_options
     from wgpu_lora.track.run_recorder import remarks
 
@@ -87,7 +87,7 @@ def training(
         if search_batch:
             return _show_pairs(search_pairs(work, repeat, _Noted(records)))
         result = run_training(work, repeat, _Noted(records), shapes=shapes, max_spread=limit)
-        report.text(written(result))
+        report.text(summary_text(result))
     if project:
         console().print(table(PROJECTED, map(_projection, result["projections"]), PROJECTED[:2]))
         line("projected", "memory from each model's plan; time from counted operations at the measured rate")

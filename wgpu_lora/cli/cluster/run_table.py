@@ -106,11 +106,13 @@ class Table:
         columns = COLUMNS if size.columns >= WIDE else COLUMNS[:-1]
         rows = [self._row(task, places)[: len(columns)] for task in tasks]
         result = _table(columns, rows, LEFT, [STYLES.get(task.state) for task in tasks])
-        rest = len(snapshot.tasks) - len(tasks)
+        remaining = len(snapshot.tasks) - len(tasks)
         used = {task.device for task in tasks}
-        names = [f"{places[one.facts.id]} {one.facts.name}" for one in snapshot.devices if one.facts.id in used]
+        names = [
+            f"{places[device.facts.id]} {device.facts.name}" for device in snapshot.devices if device.facts.id in used
+        ]
         lines = [
-            "; ".join(filter(None, [f"and {rest:,} more" if rest else "", summary(snapshot.tasks)])),
+            "; ".join(filter(None, [f"and {remaining:,} more" if remaining else "", summary(snapshot.tasks)])),
             "; ".join(names[:4]),
             *[why for _, why in reasons(snapshot.tasks)[:3]],
             self._note,
@@ -233,7 +235,7 @@ def reasons(tasks: Iterable[TaskView]) -> list[tuple[str, str]]:
         if why := why_of(task):
             names.setdefault((task.state, why), []).append(task.name)
     result = []
-    for (state, why), (first, *other_names) in sorted(names.items(), key=lambda one: REASON_ORDER.index(one[0][0])):
+    for (state, why), (first, *other_names) in sorted(names.items(), key=lambda item: REASON_ORDER.index(item[0][0])):
         also = f" and {count_noun(len(other_names), 'other')}" if other_names else ""
         result.append((state, f"{first}{also}: {why}"))
     return result
@@ -242,7 +244,7 @@ def reasons(tasks: Iterable[TaskView]) -> list[tuple[str, str]]:
 def report(followed: Followed) -> None:
     """Print how the tasks ended, the best first, and what went wrong."""
     snapshot = followed.snapshot
-    run = next((one for one in snapshot.runs if any(task.run == one.name for task in followed.tasks)), None)
+    run = next((run for run in snapshot.runs if any(task.run == run.name for task in followed.tasks)), None)
     metric = run.sweep.metric if run and run.sweep else "eval_loss"
     params = [*dict.fromkeys(name for task in followed.tasks for name in task.params)]
     views = ranked(followed.tasks, metric)

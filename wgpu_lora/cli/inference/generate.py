@@ -132,8 +132,8 @@ def generate(
         requests = read_requests(prompts)
         anew = sum(request.answered for request in requests)
         if anew:
-            which = "a row ends" if anew == 1 else f"{anew:,} rows end"
-            _note(f"{which} with an assistant's message, which is left out and answered anew")
+            subject = "a row ends" if anew == 1 else f"{anew:,} rows end"
+            _note(f"{subject} with an assistant's message, which is left out and answered anew")
     else:
         texts = prompt or [_piped()]
         if not all(texts):
@@ -146,7 +146,7 @@ def generate(
     if url:
         refuse_unused(ctx, OWN, "with --url")
         client = ServerClient(url, model)
-        answers = served_answers(client, [one.prompt for one in requests], generation, batch_size or 16)
+        answers = served_answers(client, [request.prompt for request in requests], generation, batch_size or 16)
         if output or prompts:
             lines = to_jsonl([row_of(request, answer) for request, answer in zip(requests, answers, strict=True)])
             write_new_bytes(output, lines, "--output") if output else print(lines.decode(), end="", flush=True)
@@ -186,7 +186,7 @@ def generate(
         print("\n".join(map(to_json, rows)), flush=True)
     elif as_json:
         row_lists = (
-            as_rows(answers, adapters) if comparison else [one.as_dict() for one in answers.values()]
+            as_rows(answers, adapters) if comparison else [answer.as_dict() for answer in answers.values()]
             for answers in result
         )
         print_json([row for rows in row_lists for row in rows])
@@ -208,7 +208,7 @@ class _Collected(TensorBar):
 
     def __init__(self, requests: list[Request], comparison: bool, rows: list[dict[str, Any]], bar: Bar):
         super().__init__(bar)
-        self._requests, self._several, self._rows = requests, comparison, rows
+        self._requests, self._comparison, self._rows = requests, comparison, rows
 
     def answering(self, done: int, total: int, tokens: int) -> None:
         self._bar.advance(f"answering, {count_noun(tokens, 'token')} so far", to=done, total=total)
@@ -216,7 +216,7 @@ class _Collected(TensorBar):
     def answered(self, number: int, name: str | None, answer: Answer) -> None:
         from wgpu_lora.infer.prompt_file import row_of
 
-        self._rows.append(row_of(self._requests[number], answer, name if self._several else None))
+        self._rows.append(row_of(self._requests[number], answer, name if self._comparison else None))
 
 
 def _answer_one(

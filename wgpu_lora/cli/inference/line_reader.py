@@ -21,7 +21,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.typed = is_terminal(sys.stdin)
-        self.begun = False  # whether part of a message has been typed
+        self.in_message = False  # whether part of a message has been typed
         self._history = History() if self.typed else None
 
     def read(self) -> str | None:
@@ -32,7 +32,7 @@ class Reader:
         Raises:
             UserError: piped input is not UTF-8, or a block is not closed. KeyboardInterrupt, EOFError: as typed.
         """
-        self.begun = False
+        self.in_message = False
         line = self._line("> ")
         if line is None:
             return None
@@ -40,7 +40,7 @@ class Reader:
             return self._block(line.lstrip()[len(QUOTES) :])
         lines = [line]
         while lines[-1].endswith("\\") and not lines[-1].endswith("\\\\"):
-            self.begun = True
+            self.in_message = True
             lines[-1] = lines[-1][:-1]
             more = self._line(". ")
             if more is None:
@@ -50,7 +50,7 @@ class Reader:
 
     def _block(self, line: str) -> str:
         lines: list[str] = []
-        self.begun = True
+        self.in_message = True
         while True:
             if line.rstrip().endswith(QUOTES):
                 lines.append(line.rstrip()[: -len(QUOTES)])
@@ -80,7 +80,7 @@ class Reader:
 
     def started(self) -> bool:
         """Whether Ctrl-C interrupted a message, not just an empty line."""
-        return self.begun or bool(self._history and self._history.typing())
+        return self.in_message or bool(self._history and self._history.typing())
 
     def close(self) -> None:
         if self._history:

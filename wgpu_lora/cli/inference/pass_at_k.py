@@ -77,7 +77,7 @@ def evaluate_checks(
         remarks(**log_facts),
         _recorded(opened, source, slots, adapters, config) as entries,
         Bar("loading", opened.tensors_to_load()) as bar,
-        kept_on_failure(output, lambda: [one.as_dict() for one in result], _note),
+        kept_on_failure(output, lambda: [sample.as_dict() for sample in result], _note),
     ):
         rates = measure(
             opened,
@@ -93,13 +93,13 @@ def evaluate_checks(
         )
         for name, entry in entries.items():
             rate = rates.rates[name]
-            entry["tokens"] = sum(len(one.answer.token_ids) for one in rates.samples if one.adapter == name)
+            entry["tokens"] = sum(len(sample.answer.token_ids) for sample in rates.samples if sample.adapter == name)
             entry["seconds"] = round(rates.seconds, 3)
             scores = {f"pass@{k}": value for k, value in rate.pass_at_k.items()}
             entry["results"] = {**scores, "rows": rate.rows, **rate.outcomes}
             entry["outputs"] = [str(output.resolve())] if output else []
         if output:
-            write_new_bytes(output, to_jsonl([one.as_dict() for one in rates.samples]), "--output")
+            write_new_bytes(output, to_jsonl([sample.as_dict() for sample in rates.samples]), "--output")
     if as_json:
         info = opened.device.info
         device = {"name": info.name, "driver": info.driver, "backend": info.backend}
@@ -162,9 +162,9 @@ def _show(rates: PassRates, ks: Sequence[int]) -> None:
     ]
     console().print(table(["name", *(f"pass@{k}" for k in ks), *outcomes], rows, text_columns=["name"]))
     first = next(iter(rates.rates.values()))
-    each = count_noun(first.samples, "sample")
+    samples = count_noun(first.samples, "sample")
     form = "continued as text" if rates.completion else "asked in a chat"
-    line("over", f"{count_noun(first.rows, 'row')}, {each} each, {form}, in {rates.seconds:.1f} s")
+    line("over", f"{count_noun(first.rows, 'row')}, {samples} each, {form}, in {rates.seconds:.1f} s")
     line("answers", f"ran under {rates.confinement}")
     if rates.confinement.unenforced:
         line("note", f"this system did not enforce limits of {join_words(rates.confinement.unenforced)}")

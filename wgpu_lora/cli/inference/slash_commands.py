@@ -44,7 +44,7 @@ class SlashCommands:
 
     def run(self, line: str) -> bool:
         """Run a command; returns False to leave the chat."""
-        name, _, rest = line[1:].partition(" ")
+        name, _, argument = line[1:].partition(" ")
         commands = {
             "help": self._help,
             "adapter": self._adapter,
@@ -61,26 +61,26 @@ class SlashCommands:
             return False
         if name not in commands:
             raise UserError(f"There is no command /{name:.40}: /help lists them, and // starts a message with a slash.")
-        if name in ("help", "adapters", "reset", "undo", "retry") and rest.strip():
-            raise UserError(f"/{name} takes no argument, not {rest.strip()!r:.40}.")
-        commands[name](rest.strip())
+        if name in ("help", "adapters", "reset", "undo", "retry") and argument.strip():
+            raise UserError(f"/{name} takes no argument, not {argument.strip()!r:.40}.")
+        commands[name](argument.strip())
         return True
 
-    def _help(self, rest: str) -> None:
+    def _help(self, argument: str) -> None:
         self.say(HELP)
 
     # -- who answers -----------------------------------------------------------------------------------------------
 
-    def _adapters(self, rest: str) -> None:
+    def _adapters(self, argument: str) -> None:
         from wgpu_lora.infer.named_adapters import BASE
 
         for name, where in {BASE: "the model without an adapter", **self.chat.adapters}.items():
             self.say(f"{'*' if name in self.chat.lanes else ' '} {name}  {where}")
 
-    def _adapter(self, rest: str) -> None:
-        if not rest:
-            return self._adapters(rest)
-        names = list(dict.fromkeys(name for text in _words(rest) for name in self._resolve_names(text)))
+    def _adapter(self, argument: str) -> None:
+        if not argument:
+            return self._adapters(argument)
+        names = list(dict.fromkeys(name for text in _words(argument) for name in self._resolve_names(text)))
         self.chat.select(names)
         self.say(f"{join_words(names)} answer{'s' if len(names) == 1 else ''} from now on")
 
@@ -107,28 +107,28 @@ class SlashCommands:
 
     # -- how it answers --------------------------------------------------------------------------------------------
 
-    def _system(self, rest: str) -> None:
-        if not rest:
+    def _system(self, argument: str) -> None:
+        if not argument:
             self.say(f"system: {self.chat.settings.system or 'none'}")
             return
-        text = None if rest.lower() == "none" else rest
+        text = None if argument.lower() == "none" else argument
         if text is not None and not self.chat.templated:
             raise UserError("The model has no chat template, so it cannot use a system message.")
         self.chat.settings = replace(self.chat.settings, system=text)
         self.say("the system message is set" if text else "there is no system message")
 
-    def _set(self, rest: str) -> None:
+    def _set(self, argument: str) -> None:
         from wgpu_lora.infer.generation_options import GenerationOptions, generation_options, parsed
         from wgpu_lora.names.aliases import aliases_of
 
         names = [f.name for f in fields(GenerationOptions) if f.name != "system"]
-        name, _, value = rest.partition(" ")
+        name, _, value = argument.partition(" ")
         name = name.strip("-").replace("-", "_")
         name = aliases_of(names).get(name, name)
         current = {name: getattr(self.chat.settings, name) for name in names}
         if not name:
-            for one, now in current.items():
-                self.say(f"{one} = {_shown(now)}")
+            for setting, current_value in current.items():
+                self.say(f"{setting} = {_shown(current_value)}")
             return
         if name not in names:
             generation_options({name: None}, "/set")  # lists the settings
@@ -141,26 +141,26 @@ class SlashCommands:
 
     # -- what was said ---------------------------------------------------------------------------------------------
 
-    def _reset(self, rest: str) -> None:
+    def _reset(self, argument: str) -> None:
         self.chat.reset()
         self._saved.clear()
         self.say("started a new conversation")
 
-    def _undo(self, rest: str) -> None:
+    def _undo(self, argument: str) -> None:
         text = self.chat.undo()
         self.say(f"removed: {text if len(text) <= 60 else text[:57] + '...'}")
 
-    def _retry(self, rest: str) -> None:
+    def _retry(self, argument: str) -> None:
         if not any(lane.messages for lane in self.chat.lanes.values()):
             raise UserError("No message has been sent yet: send one first.")
         if self.chat.settings.temperature == 0:
             self.say("at temperature 0 the answer stays the same: /set temperature 0.7 varies it")
         self.retry = True
 
-    def _save(self, rest: str) -> None:
+    def _save(self, argument: str) -> None:
         from wgpu_lora.infer.chat import rows_of, to_jsonl
 
-        path = _one_path(rest, "/save FILE")
+        path = _one_path(argument, "/save FILE")
         rows = rows_of(self.chat.lanes.values(), self.chat.settings.system, self.chat.templated)
         if not rows:
             raise UserError("No message has been sent yet, so there is nothing to save.")
@@ -169,12 +169,12 @@ class SlashCommands:
         self._saved[path.absolute()] = data
         self.say(f"saved {count_noun(len(rows), 'row')} in {path}")
 
-    def _load(self, rest: str) -> None:
+    def _load(self, argument: str) -> None:
         from wgpu_lora.infer.chat import read_conversations
 
         if not self.chat.templated:
             raise UserError("The model has no chat template, so it cannot continue a conversation.")
-        words = _words(rest)
+        words = _words(argument)
         row = words.pop() if len(words) == 2 and words[1].isdecimal() else "1"
         path = _one_path(shlex.join(words), "/load FILE [ROW]")
         result = read_conversations(path)

@@ -72,7 +72,7 @@ def _rows(claims: dict[str, Any], quote: dict[str, Any] | None) -> list[tuple[st
         with suppress(KeyError):
             rows.append((name, text.format_map(claims)))
     packages, process = claims["dependencies"], claims["process"]
-    changed = ", ".join(name for name, one in packages.items() if not one["intact"])
+    changed = ", ".join(name for name, package in packages.items() if not package["intact"])
     rows += [
         ("dependencies", f"{len(packages)} packages, {f'changed: {changed}' if changed else 'all intact'}"),
         ("of no package", f"{len(process['unlisted'])} modules, {len(process.get('libraries', ()))} libraries"),
@@ -80,8 +80,10 @@ def _rows(claims: dict[str, Any], quote: dict[str, Any] | None) -> list[tuple[st
     ]
     if process["compiled_otherwise"]:
         rows.append(("compiled files", f"{len(process['compiled_otherwise'])} do not fit their sources"))
-    for one in claims.get("job", {}).get("data", ()):
-        rows.append((one["role"], f"{one['name']}, {one.get('rows', 'unknown')} rows, {one['sha256']:.16}"))
+    for dataset in claims.get("job", {}).get("data", ()):
+        rows.append(
+            (dataset["role"], f"{dataset['name']}, {dataset.get('rows', 'unknown')} rows, {dataset['sha256']:.16}")
+        )
     rows += [("recipient", recipient) for recipient in claims.get("job", {}).get("recipients", ())]
     if quote is not None:
         rows.append(("TPM", f"PCRs {', '.join(map(str, sorted(quote['pcrs'])))}, restarts {quote['reset_count']}"))

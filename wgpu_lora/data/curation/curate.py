@@ -115,12 +115,12 @@ class Curation:
                 stack.callback(lines.close)
             for number in range(len(self.inputs.sources)):
                 self._input(number, repeats)
-        written = self._written()
-        self._check(written)
+        outputs = self._outputs()
+        self._check(outputs)
         return {
             "schema": SCHEMA,
             **self.counts.facts(),
-            "files": {name: lines.facts() for name, lines in written.items()},
+            "files": {name: lines.facts() for name, lines in outputs.items()},
             "options": {name: value for name, value in asdict(self.options).items() if name != "overwrite"},
             "notes": self.notes,
         }
@@ -232,7 +232,7 @@ class Curation:
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def _written(self) -> dict[str, Lines]:
+    def _outputs(self) -> dict[str, Lines]:
         """The files with rows, by name; examples are split first."""
         by_name = {FILES[kind]: lines for kind, lines in self.files.items()}
         if self.options.validation_split is not None:
@@ -263,13 +263,13 @@ class Curation:
         spool.unlink()
         return train, heldout
 
-    def _check(self, written: dict[str, Lines]) -> None:
+    def _check(self, outputs: dict[str, Lines]) -> None:
         """Check that every row is somewhere, by the lines of the files."""
         rejected, repeated = self.rejected.rows, sum(self.counts.duplicates.values())
-        out = sum(lines.rows for name, lines in written.items() if name != REJECTED)
+        out = sum(lines.rows for name, lines in outputs.items() if name != REJECTED)
         if not out:
             self._refuse_nothing("No row is left")
-        result = out + rejected + repeated, sum(one.out for one in self.counts.inputs), self.counts.rejected
+        result = out + rejected + repeated, sum(entry.out for entry in self.counts.inputs), self.counts.rejected
         if result != (self.counts.rows, out, rejected):
             raise RuntimeError(f"{self.counts.rows} rows were read, but {out}, {rejected} and {repeated} accounted for")
 
@@ -324,11 +324,11 @@ class Counts:
 
     @property
     def rows(self) -> int:
-        return sum(one.rows for one in self.inputs)
+        return sum(entry.rows for entry in self.inputs)
 
     @property
     def rejected(self) -> int:
-        return sum(one.rejected for one in self.inputs)
+        return sum(entry.rejected for entry in self.inputs)
 
     def reject(self, reason: str) -> None:
         self.inputs[-1].rejected += 1
@@ -339,20 +339,20 @@ class Counts:
         if self._whole.setdefault(kind, reason) != reason:
             self._whole[kind] = kind
 
-    def repeat(self, how: str, this: dict[str, Any], first: dict[str, Any], alike: float | None = None) -> None:
+    def repeat(self, how: str, row: dict[str, Any], first: dict[str, Any], alike: float | None = None) -> None:
         """Count a duplicate; the first ones are listed."""
         self.inputs[-1].duplicates += 1
         self.duplicates[how] += 1
         if len(self.shown) < _SHOWN:
             same = {} if alike is None else {"similarity": round(alike, 3)}
-            self.shown.append({"kind": how, **same, "row": this, "of": first})
+            self.shown.append({"kind": how, **same, "row": row, "of": first})
 
     def facts(self) -> dict[str, Any]:
         repeated = {kind: self.duplicates[kind] for kind in (EXACT, NORMALIZED, NEAR)}
         return {
             "rows": {
                 "in": self.rows,
-                "out": sum(one.out for one in self.inputs),
+                "out": sum(entry.out for entry in self.inputs),
                 "rejected": self.rejected,
                 "duplicates": sum(repeated.values()),
             },
@@ -361,7 +361,7 @@ class Counts:
             "reasons": _ordered(Counter({self._whole[kind]: count for kind, count in self.reasons.items()})),
             "edited": _ordered(self.edited),
             "dropped_columns": _ordered(self.dropped_columns),
-            "inputs": [vars(one) for one in self.inputs],
+            "inputs": [vars(entry) for entry in self.inputs],
             "duplicates_shown": self.shown,
         }
 

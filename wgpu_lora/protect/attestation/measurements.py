@@ -150,7 +150,7 @@ def installed_packages() -> tuple[dict[str, dict[str, Any]], set[str]]:
     Claims are version; sha256: over the contents of the files that came with it, the same on every machine;
     record_sha256: of RECORD; intact: whether all files are as RECORD says; changed: the first that are not.
     """
-    packages = {name: (one, _record(one)) for name, one in _required().items()}
+    packages = {name: (dist, _record(dist)) for name, dist in _required().items()}
     listed = {path for _, record in packages.values() for path, _ in record.values()}
     missing = {path for file in loaded_files() if not accounted(file, listed) for path in _spellings(file)}
     for candidate in distributions() if missing else ():
@@ -159,7 +159,7 @@ def installed_packages() -> tuple[dict[str, dict[str, Any]], set[str]]:
         if name and name not in packages and name != NAME and not missing.isdisjoint(files):
             packages[name] = candidate, record
             listed |= files
-    return {name: _measure(*one) for name, one in sorted(packages.items())}, listed
+    return {name: _measure(*entry) for name, entry in sorted(packages.items())}, listed
 
 
 def accounted(file: str, listed: Collection[str]) -> bool:
@@ -195,10 +195,10 @@ def _required() -> dict[str, Distribution]:
     visited: set[tuple[str, frozenset[str]]] = set()
     waiting = [(NAME, frozenset({"protect", "tpm"}))]
     while waiting:
-        name, extras = one = waiting.pop()
-        if one in visited:
+        name, extras = requirement = waiting.pop()
+        if requirement in visited:
             continue
-        visited.add(one)
+        visited.add(requirement)
         try:
             packages[name] = current = distribution(name)
         except PackageNotFoundError:  # not required here, or installed in another way: it is missing from the claims
@@ -212,18 +212,18 @@ def _required() -> dict[str, Distribution]:
     return packages
 
 
-def _record(one: Distribution) -> dict[str, tuple[str, str]]:
+def _record(dist: Distribution) -> dict[str, tuple[str, str]]:
     """RECORD: name -> (absolute path, hash as it is written). Empty if there is none.
 
     `Distribution.files` would leave missing files out.
     """
-    root = os.path.realpath(str(one.locate_file("")))
-    rows = csv.reader((one.read_text("RECORD") or "").splitlines())
+    root = os.path.realpath(str(dist.locate_file("")))
+    rows = csv.reader((dist.read_text("RECORD") or "").splitlines())
     return {row[0]: (os.path.normcase(os.path.normpath(os.path.join(root, row[0]))), row[1]) for row in rows if row[1:]}
 
 
-def _measure(one: Distribution, record: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
-    total, changed, text = hashlib.sha256(), [], one.read_text("RECORD")
+def _measure(dist: Distribution, record: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    total, changed, text = hashlib.sha256(), [], dist.read_text("RECORD")
     for name, (path, expected) in sorted(record.items()):
         if not expected:  # compiled files, and RECORD itself
             continue
@@ -232,7 +232,7 @@ def _measure(one: Distribution, record: Mapping[str, tuple[str, str]]) -> dict[s
             changed.append(name)
         if not name.startswith("..") and Path(name).name not in BY_INSTALLERS:
             total.update(f"{content_digest}  {name}\n".encode("utf-8", "surrogateescape"))
-    claims: dict[str, Any] = {"version": one.version, "intact": bool(record) and not changed}
+    claims: dict[str, Any] = {"version": dist.version, "intact": bool(record) and not changed}
     if text is None:
         changed = ["RECORD"]
     else:
@@ -299,9 +299,9 @@ def _own_modules() -> list[str]:
 def _digests(paths: Iterable[str], listed: Collection[str]) -> dict[str, str]:
     """SHA-256 of files that nothing accounts for: the first, and one over all others, so that evidence stays short."""
     digests = {path: _digest(path) for path in paths if not accounted(path, listed)}
-    rest = [f"{value}  {name}\n" for name, value in list(digests.items())[MOST_NAMED:]]
+    lines = [f"{value}  {name}\n" for name, value in list(digests.items())[MOST_NAMED:]]
     first = dict(list(digests.items())[:MOST_NAMED])
-    more = {f"and {len(rest)} more": sha256("".join(rest).encode("utf-8", "surrogateescape"))} if rest else {}
+    more = {f"and {len(lines)} more": sha256("".join(lines).encode("utf-8", "surrogateescape"))} if lines else {}
     return first | more
 
 
@@ -351,7 +351,7 @@ def _libraries() -> list[str] | None:
         maps = psutil.Process().memory_maps(grouped=False)
     except (AttributeError, psutil.Error, OSError):  # macOS
         return None
-    return sorted({one.path for one in maps if "x" in one.perms and os.path.isabs(one.path)})
+    return sorted({region.path for region in maps if "x" in region.perms and os.path.isabs(region.path)})
 
 
 def _pth_files() -> list[str]:

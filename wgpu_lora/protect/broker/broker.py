@@ -44,10 +44,10 @@ class BrokerRefusal(UserError):
 
     def __init__(self, sentence: str, failures: Sequence[Failure] = (), status: int = 403) -> None:
         self.failures = [
-            {name: escape_unprintable(value)[:LONGEST] for name, value in asdict(one).items()}
-            for one in failures[:MOST]
+            {name: escape_unprintable(value)[:LONGEST] for name, value in asdict(failure).items()}
+            for failure in failures[:MOST]
         ]
-        super().__init__(sentence, [Failure(**one).line() for one in self.failures])
+        super().__init__(sentence, [Failure(**failure).line() for failure in self.failures])
         self.status = status
 
 

@@ -129,17 +129,17 @@ class Rate:
     """Requests of the current minute, by address.
 
     Args:
-        one: how many there may be from an address in a minute; from all of them ten times as many.
+        limit: how many there may be from an address in a minute; from all of them ten times as many.
     """
 
-    def __init__(self, one: int) -> None:
-        self._one, self._minute, self._counts = one, -1, Counter[str]()
+    def __init__(self, limit: int) -> None:
+        self._limit, self._minute, self._counts = limit, -1, Counter[str]()
 
     def take(self, address: str) -> None:
         """Count a request. Raises BrokerRefusal if there were too many."""
         if self._minute != (minute := int(time.monotonic() // 60)):
             self._minute, self._counts = minute, Counter()
-        if self._counts[address] >= self._one or self._counts.total() >= 10 * self._one:
+        if self._counts[address] >= self._limit or self._counts.total() >= 10 * self._limit:
             raise BrokerRefusal("There are too many requests: wait a minute, then ask again.", status=429)
         self.count(address, 1)
 
@@ -212,8 +212,8 @@ def serve(
         with on_end_signal(lambda number: setattr(server, "should_exit", True)):
             asyncio.run(server.serve(sockets))
     finally:
-        for one in sockets:
-            one.close()
+        for listener in sockets:
+            listener.close()
 
 
 def listen(host: str, port: int, encrypted: bool) -> list[socket.socket]:
@@ -226,12 +226,14 @@ def listen(host: str, port: int, encrypted: bool) -> list[socket.socket]:
     failure: OSError | None = None
     for address in addresses:
         try:
-            one = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+            listener = socket.create_server(
+                (address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+            )
         except OSError as error:
             failure = error  # such as ::1 on a machine without IPv6
             continue
-        port = one.getsockname()[1]
-        sockets.append(one)
+        port = listener.getsockname()[1]
+        sockets.append(listener)
     if not sockets:
         raise UserError(f"--host {host} --port {port} cannot be used ({failure}): give another one.")
     return sockets

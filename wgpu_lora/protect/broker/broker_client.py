@@ -144,8 +144,8 @@ class BrokerClient:
         if not isinstance(error, str):
             raise UserError(f"{self._name} answers with the status {status}: check the URL.")
         lines = []
-        for one in failures[:100] if isinstance(failures, list) else []:
-            parts = one if isinstance(one, dict) else {}
+        for failure in failures[:100] if isinstance(failures, list) else []:
+            parts = failure if isinstance(failure, dict) else {}
             rule, expected, actual = (
                 escape_unprintable(str(parts.get(name)))[:200] for name in ("rule", "expected", "found")
             )

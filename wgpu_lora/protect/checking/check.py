@@ -139,13 +139,13 @@ def _describe_sessions(
         name = f"{policy['policy.name']}, version {policy['policy.version']}"
         findings.proven.append(f"the evidence passes the policy {name}")
     for level, number in Counter(str(session.claims.get("level")) for session in sessions).items():
-        which = "every session" if number == len(sessions) else f"{number} of {len(sessions)} sessions"
+        share = "every session" if number == len(sessions) else f"{number} of {len(sessions)} sessions"
         if level == "quoted" and policy is not None and policy["attestation.tpm_keys"]:
-            findings.proven.append(f"the claims of {which} were quoted by a TPM of the policy")
+            findings.proven.append(f"the claims of {share} were quoted by a TPM of the policy")
         elif level == "quoted":  # anybody can run a TPM in software
-            findings.claimed.append(f"that the TPM which quoted the claims of {which} is real: no policy names its key")
+            findings.claimed.append(f"that the TPM which quoted the claims of {share} is real: no policy names its key")
         else:
-            findings.claimed.append(f"the claims of {which} about its software and device ({level})")
+            findings.claimed.append(f"the claims of {share} about its software and device ({level})")
     versions = [session.claims.get("package", {}).get("version") for session in sessions]
     if any(versions):
         findings.claimed.append(f"its version, wgpu-lora {join_words(sorted(set(map(str, versions))))}")
@@ -160,8 +160,10 @@ def _check_files(run: Path, sessions: Sequence[Session], findings: Findings) -> 
 
     Older checkpoints may have been removed, as training does; the newest one, and what the end names, must be there.
     """
-    logged = {name: digest for one in sessions for line in one.entries_of(*MADE) for name, digest in line.subjects}
-    checkpoints = [line for one in sessions for line in one.steps()]
+    logged = {
+        name: digest for session in sessions for line in session.entries_of(*MADE) for name, digest in line.subjects
+    }
+    checkpoints = [line for session in sessions for line in session.steps()]
     required = {name for line in [*checkpoints[-1:], *sessions[-1].entries_of(*ENDS)] for name, _ in line.subjects}
     verified = 0
     for name, digest in logged.items():

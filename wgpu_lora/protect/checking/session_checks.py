@@ -48,8 +48,10 @@ class Findings:
         """Fail unless two values are equal; of mappings and lists, each part that differs is named."""
         differences = list(_differences(label, actual, expected))
         for where, *values in differences:
-            one, other = (text if len(text := repr(v)) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..." for v in values)
-            self.fail(f"{where} is {one}, expected {other}")
+            actual_text, expected_text = (
+                text if len(text := repr(v)) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..." for v in values
+            )
+            self.fail(f"{where} is {actual_text}, expected {expected_text}")
         return not differences
 
     @contextmanager
@@ -68,8 +70,8 @@ def _differences(where: str, actual: Any, expected: Any) -> Iterator[tuple[str, 
         for name in sorted({*actual, *expected}, key=str):
             yield from _differences(f"{where}.{name}", actual.get(name, MISSING), expected.get(name, MISSING))
     elif isinstance(actual, list) and isinstance(expected, list) and len(actual) == len(expected):
-        for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
-            yield from _differences(f"{where}[{number}]", one, other)
+        for number, (actual_item, expected_item) in enumerate(zip(actual, expected, strict=True)):
+            yield from _differences(f"{where}[{number}]", actual_item, expected_item)
     elif type(actual) is not type(expected) or actual != expected:
         yield where, actual, expected
 
@@ -94,9 +96,9 @@ class Session:
     def steps(self) -> list[Entry]:
         """The lines about checkpoints of steps; after each, its checkpoint is the newest one, or there is none."""
         return [
-            one
-            for one in self.entries_of("checkpoint")
-            if (one.subjects[0][0].startswith(STEPS) if one.subjects else REMOVED in one.facts)
+            entry
+            for entry in self.entries_of("checkpoint")
+            if (entry.subjects[0][0].startswith(STEPS) if entry.subjects else REMOVED in entry.facts)
         ]
 
     def entries_of(self, *stages: str) -> list[Entry]:
@@ -142,9 +144,11 @@ def check_sessions(
     }.items():
         if len(set(values)) < len(values):
             findings.fail(f"two sessions have the same {name}")
-    for one, other in pairwise(entry for session in sessions for entry in session.entries):
-        if other.seconds < one.seconds - BACK:
-            findings.fail(f"the clock went back by {one.seconds - other.seconds:,.0f} s at line {other.sequence + 1}")
+    for line, next_line in pairwise(entry for session in sessions for entry in session.entries):
+        if next_line.seconds < line.seconds - BACK:
+            findings.fail(
+                f"the clock went back by {line.seconds - next_line.seconds:,.0f} s at line {next_line.sequence + 1}"
+            )
 
 
 def _check_evidence(run: Path, session: Session, before: Entry | None, findings: Findings) -> None:
@@ -189,7 +193,7 @@ def _check_release(
     if not request_time - SLACK <= release["iat"] <= use_time + SLACK:
         findings.fail(f"{name} was not issued between the attestation of session {number} and its use")
     # The log has the lines that the broker knew; else it was put back, and went on otherwise.
-    digests = [entry.digest for one in earlier for entry in one.entries]
+    digests = [entry.digest for previous in earlier for entry in previous.entries]
     if (missing := missing_line(release, digests)) is not None:
         findings.fail(f"the broker knew another line {missing + 1} before session {number} than the log has")
 
@@ -227,7 +231,7 @@ def _check_data(session: Session, findings: Findings) -> None:
 def _check_steps(session: Session, earlier: Sequence[Session], findings: Findings) -> None:
     """The checkpoint that a session goes on from, and its steps."""
     label, most = f"session {session.number}", session.release.get("max_steps")
-    last = next((entry for one in reversed(earlier) for entry in reversed(one.steps())), None)
+    last = next((entry for previous in reversed(earlier) for entry in reversed(previous.steps())), None)
     for entry in session.entries_of("resumed"):
         if last is None or not last.subjects:
             findings.fail(f"{label} resumed from a checkpoint that no earlier session made")

@@ -163,9 +163,9 @@ class SignedLog:
                 if file.seek(0, os.SEEK_END) != self.size:
                     raise DamagedError(f"{self.path} was changed by another process: end that process, then resume.")
                 try:
-                    rest = memoryview(line)
-                    while rest:
-                        rest = rest[file.write(rest) :]
+                    buffer = memoryview(line)
+                    while buffer:
+                        buffer = buffer[file.write(buffer) :]
                     os.fsync(file.fileno())
                 except BaseException:
                     with suppress(OSError):

@@ -101,7 +101,9 @@ class Appraisal:
         }
         # Self-reported claims affirm nothing. A quote by a TPM of the policy affirms which machine it is, no more.
         vector = {"instance-identity": 2} if "attestation.tpm_keys" in self.applied else {}
-        vector |= dict(VECTOR[section] for one in self.failures if (section := one.rule.split(".")[0]) in VECTOR)
+        vector |= dict(
+            VECTOR[section] for failure in self.failures if (section := failure.rule.split(".")[0]) in VECTOR
+        )
         if vector:
             submodule["ear.trustworthiness-vector"] = vector
         result = {
@@ -228,7 +230,7 @@ def _head(head: tuple[int, str], facts: Facts) -> Iterator[Mismatch]:
 def _run(statement: Mapping[str, Any]) -> Any:
     """The facts of the run among the by-products; None if there are none."""
     products = claim_or_none(statement["predicate"], "runDetails.byproducts")
-    matches = [one for one in products or () if isinstance(one, Mapping) and one.get("name") == RUN]
+    matches = [product for product in products or () if isinstance(product, Mapping) and product.get("name") == RUN]
     return matches[0].get("annotations") if len(matches) == 1 else None
 
 

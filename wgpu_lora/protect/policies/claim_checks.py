@@ -120,7 +120,7 @@ def listed(
 
     def failures(allowed: Sequence[str], facts: Facts) -> Iterator[Mismatch]:
         value = claim(facts, path)
-        if not any(fits(value, one) for one in allowed):
+        if not any(fits(value, item) for item in allowed):
             yield any_of(allowed), shown(value)
 
     return ClaimCheck(failures, path, lambda value: [pattern(value) if isinstance(value, str) else value])
@@ -169,13 +169,13 @@ def states(path: str, expected: bool) -> ClaimCheck:
     return true(failures)
 
 
-def each(path: str, kind: type) -> ClaimCheck:
+def all_items(path: str, kind: type) -> ClaimCheck:
     """All items of a list, or all values of an object, which are allowed ones."""
 
     def failures(allowed: Sequence[str], facts: Facts) -> Iterator[Mismatch]:
         items = claim(facts, path, kind)
-        for one in items:
-            value, where = (items[one], f" ({shown(one)})") if kind is dict else (one, "")
+        for item in items:
+            value, where = (items[item], f" ({shown(item)})") if kind is dict else (item, "")
             if value not in allowed:
                 yield any_of(allowed), f"{shown(value)}{where}"
 
@@ -184,7 +184,7 @@ def each(path: str, kind: type) -> ClaimCheck:
 
 def digests(values: Iterable[Any]) -> list[str]:
     """Those of some values that are SHA-256 digests, in order."""
-    return sorted({one for one in values if isinstance(one, str) and SHA256.fullmatch(one)})
+    return sorted({value for value in values if isinstance(value, str) and SHA256.fullmatch(value)})
 
 
 def level(level: str, facts: Facts) -> Iterator[Mismatch]:
@@ -218,10 +218,12 @@ def pcrs(expected: Mapping[str, str], facts: Facts) -> Iterator[Mismatch]:
 def dependencies(facts: Facts) -> dict[str, Mapping[str, Any]]:
     """What is claimed of each package, by its normalised name; none at all and a name in two spellings are errors."""
     packages = claim(facts, "dependencies", Mapping)
-    by_name = {canonicalize_name(name): one if isinstance(one, Mapping) else {} for name, one in packages.items()}
+    by_name = {
+        canonicalize_name(name): package if isinstance(package, Mapping) else {} for name, package in packages.items()
+    }
     if not by_name or len(by_name) != len(packages):
         raise ClaimError("one package under two spellings of its name" if by_name else "no package at all")
-    return {str(name): one for name, one in by_name.items()}
+    return {str(name): package for name, package in by_name.items()}
 
 
 def intact(_: bool, facts: Facts) -> Iterator[Mismatch]:
@@ -274,7 +276,7 @@ def no_swap(_: bool, facts: Facts) -> Iterator[Mismatch]:
 def recipients(allowed: Sequence[str], facts: Facts) -> Iterator[Mismatch]:
     if not claim(facts, "job.recipients", list):
         yield any_of(allowed), "no recipient"
-    yield from each("job.recipients", list).failures(allowed, facts)
+    yield from all_items("job.recipients", list).failures(allowed, facts)
 
 
 def _data(facts: Facts) -> list[Facts]:
@@ -324,7 +326,7 @@ def options(bounds: Mapping[str, Any], facts: Facts) -> Iterator[Mismatch]:
 
 def _within(value: Any, bound: Mapping[str, Any]) -> bool:
     allowed = bound.get("allow", [value])
-    if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+    if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed):
         return False
     number = isinstance(value, int | float) and not isinstance(value, bool)
     low, high = bound.get("min"), bound.get("max")

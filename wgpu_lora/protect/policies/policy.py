@@ -25,7 +25,7 @@ from wgpu_lora.names.aliases import advice
 from wgpu_lora.names.spelling import IN_FILE, naming
 from wgpu_lora.protect.attestation.tpm import Pcr
 from wgpu_lora.protect.policies import claim_checks as checks
-from wgpu_lora.protect.policies.claim_checks import MOST, ClaimCheck, each, like, listed, states, true, version
+from wgpu_lora.protect.policies.claim_checks import MOST, ClaimCheck, all_items, like, listed, states, true, version
 from wgpu_lora.protect.sealed.age_streams import parse_recipient
 from wgpu_lora.text import escape_unprintable
 from wgpu_lora.train.options.training_arguments import TrainingArguments
@@ -140,9 +140,9 @@ KEYS = (
     Key("host.no_swap", TrueOnly, true(checks.no_swap)),
     Key("process.untraced", TrueOnly, states("process.traced", False)),
     Key("process.compiled", TrueOnly, true(checks.compiled)),
-    Key("process.import_hooks", OnlyTexts, each("process.import_hooks", list)),
-    Key("process.unlisted", OnlyDigests, each("process.unlisted", dict)),
-    Key("process.libraries", OnlyDigests, each("process.libraries", dict)),
+    Key("process.import_hooks", OnlyTexts, all_items("process.import_hooks", list)),
+    Key("process.unlisted", OnlyDigests, all_items("process.unlisted", dict)),
+    Key("process.libraries", OnlyDigests, all_items("process.libraries", dict)),
 )
 RULES = tuple(key for key in KEYS if key.check)
 

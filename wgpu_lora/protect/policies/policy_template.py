@@ -63,7 +63,7 @@ def policy_for(claims: Mapping[str, Any], quote: Mapping[str, Any] | None = None
     for name, lines in sections.items():
         about = [f"# {SECTIONS[name]}"] if name in SECTIONS else []
         # Tables of a section come after its keys.
-        text.append("\n".join([f"[{name}]", *about, *sorted(lines, key=lambda one: one.startswith("["))]))
+        text.append("\n".join([f"[{name}]", *about, *sorted(lines, key=lambda line: line.startswith("["))]))
     return "\n\n".join(text) + "\n"
 
 
@@ -78,13 +78,13 @@ def _line(key: Key, value: Any, facts: Mapping[str, Any]) -> str:
         return f"# {name} is left out: {escape_unprintable(str(error))}."
     text = f"{name} = {toml(value)}"
     if key.name in TABLES:
-        text = "\n".join([f"[{key.name}]", *(f"{_name(k)} = {toml(one)}" for k, one in sorted(value.items()))])
+        text = "\n".join([f"[{key.name}]", *(f"{_name(k)} = {toml(item)}" for k, item in sorted(value.items()))])
     failures = [*failures_of(partial(key.check.failures, checked), facts, name)] if key.check else []
     if not failures:
         return text
     expected, actual = failures[0]
     comment = f"Not so here: expected {expected}, found {actual}."
-    return "\n".join(f"# {one}" for one in [comment, *text.split("\n")])
+    return "\n".join(f"# {line}" for line in [comment, *text.split("\n")])
 
 
 def _values(claims: Mapping[str, Any], quote: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _values(claims: Mapping[str, Any], quote: Mapping[str, Any] | None) -> dict[
         "data.sha256": digests(file.get("sha256") for file in files) or None,
         "training.min_rows": rows[0] if len(rows) == 1 else None,
         "training.max_steps": options.get("max_steps"),
-        "dependencies.pinned": {name: _object(one).get("sha256") for name, one in dependencies.items()} or None,
+        "dependencies.pinned": {name: _object(package).get("sha256") for name, package in dependencies.items()} or None,
         "environment.forbidden": list(FORBIDDEN),
         "recipe.options": bounds or None,
     }
@@ -130,9 +130,9 @@ def toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         if len(value) < 2:
             return f"[{', '.join(map(toml, value))}]"
-        return "[\n" + "".join(f"    {toml(one)},\n" for one in value) + "]"
+        return "[\n" + "".join(f"    {toml(item)},\n" for item in value) + "]"
     if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{_name(key)} = {toml(one)}' for key, one in value.items())} }}"
+        return f"{{ {', '.join(f'{_name(key)} = {toml(item)}' for key, item in value.items())} }}"
     if isinstance(value, str):
         quoted_text = json.dumps(value, ensure_ascii=False)
         return "".join(c if c.isascii() and c.isprintable() else f"\\U{ord(c):08x}" for c in quoted_text)

@@ -301,7 +301,7 @@ def model_facts(option: str, path: Path) -> dict[str, Any]:
         return _facts(path)
     if not path.is_dir():
         raise UserError(f"{flag(option)} {path} is not a directory here, so it cannot be attested: download it first.")
-    files = {one.relative_to(path).as_posix(): _facts(one) for one in path.rglob("*") if one.is_file()}
+    files = {file.relative_to(path).as_posix(): _facts(file) for file in path.rglob("*") if file.is_file()}
     listing = "".join(f"{facts['sha256']}  {name}\n" for name, facts in sorted(files.items()))
     size = sum(facts["bytes"] for facts in files.values())
     return {"name": path.name, "sha256": sha256(listing.encode()), "bytes": size}

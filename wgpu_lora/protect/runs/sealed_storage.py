@@ -73,7 +73,7 @@ class SealedStorage(CheckpointStore):
         self._beside: Path | None = None
         self.adapter: dict[str, str] = {}
         self.adapter_sha256: str | None = None
-        self.skipped = [one for entry in log.entries for one in entry.subjects if one[0] == SKIPPED_ROWS]
+        self.skipped = [subject for entry in log.entries for subject in entry.subjects if subject[0] == SKIPPED_ROWS]
         # The newest digest of each sealed file, in the order of the log, but of checkpoints that were left behind.
         self._named: dict[str, str] = {}
         self._left_behind: set[str] = set()
@@ -154,7 +154,7 @@ class SealedStorage(CheckpointStore):
         if steps and steps[-1] == name:  # the run has gone back to the one before it, or to its start
             newest = steps[-2:-1]
             facts = {"step": _step(newest[0]) if newest else 0, "removed": name}
-            self._log.append("checkpoint", facts, [(one, self._named[one]) for one in newest])
+            self._log.append("checkpoint", facts, [(checkpoint, self._named[checkpoint]) for checkpoint in newest])
         place.unlink()
         self._named.pop(name)
 

@@ -65,7 +65,9 @@ def recipients_of(arguments: Sequence[str]) -> list[str]:
     cannot be read."""
     if not arguments:
         raise UserError("--to is missing: give who can open it, age1..., as wgpu-lora protect keygen prints it.")
-    return [one for text in arguments for one in (read_recipients(text[1:]) if text.startswith("@") else [text])]
+    return [
+        recipient for text in arguments for recipient in (read_recipients(text[1:]) if text.startswith("@") else [text])
+    ]
 
 
 def default_output(path: str) -> str:
@@ -150,15 +152,15 @@ class _PieceReader:
     """A reader of pieces that counts lines that are not blank."""
 
     def __init__(self, source: Iterator[bytes]) -> None:
-        self._source, self._rest, self._inside = source, b"", False
+        self._source, self._buffer, self._inside = source, b"", False
         self.rows = 0
 
     def read(self, size: int = -1) -> bytes:
-        if not self._rest:
-            self._rest = next(self._source, b"")
-            self._count(self._rest)
-        piece = self._rest if size < 0 else self._rest[:size]
-        self._rest = self._rest[len(piece) :]
+        if not self._buffer:
+            self._buffer = next(self._source, b"")
+            self._count(self._buffer)
+        piece = self._buffer if size < 0 else self._buffer[:size]
+        self._buffer = self._buffer[len(piece) :]
         return piece
 
     def _count(self, data: bytes) -> None:

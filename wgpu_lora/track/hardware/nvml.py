@@ -61,7 +61,7 @@ def read(query: Callable[..., Any], card: Any) -> Status:
 def _processes(query: Callable[..., Any], card: Any) -> set[int]:
     kinds = ("Graphics", "Compute")
     result = [query(f"nvmlDeviceGet{kind}RunningProcesses", card) or [] for kind in kinds]
-    return {one.pid for some in result for one in some}
+    return {process.pid for processes in result for process in processes}
 
 
 def _name(name: Any) -> str | None:

@@ -59,7 +59,7 @@ class Sampler:
         result = [asdict(sample.status) for sample in list(self._samples) if sample.at >= begin]
         means: dict[str, float] = {}
         for item in fields(Status):
-            values = [each[item.name] for each in result if _is_finite(each[item.name])]
+            values = [status[item.name] for status in result if _is_finite(status[item.name])]
             if values:
                 means[f"gpu_{item.name}"] = round(statistics.fmean(values), 3)
         return means

@@ -90,4 +90,4 @@ def run_generate(
     generation_options(options, where)
     opened = load(model, device=device, base_dtype=base_dtype)
     result = answer(opened, prompts, adapter=adapter, batch=batch, events=port, progress_bar=False, **options)
-    return [one.as_dict() for one in result]
+    return [completion.as_dict() for completion in result]
