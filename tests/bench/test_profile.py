@@ -14,7 +14,7 @@ from support.cli import QWEN2, Run, commands, flags
 
 from wgpu_lora.bench.step_profile import Piece, Profile, profile_step, trained_sizes, write_trace
 from wgpu_lora.bench.training_step import TrainingStep, chosen_model
-from wgpu_lora.cli.bench.profile import _rest
+from wgpu_lora.cli.bench.profile import _idle_time
 from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tiling import Tiling
@@ -74,7 +74,7 @@ def test_shares_are_of_all_kernels():
 )
 def test_what_cannot_be_told_is_not_a_figure(changes: dict[str, Any], said: str):
     profile = replace(made_up(), **changes)
-    assert _rest(profile).startswith(said)
+    assert _idle_time(profile).startswith(said)
     assert (profile.host_share is None) == bool(changes)
     assert profile.as_dict()["host_share"] == profile.host_share
 
