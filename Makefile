@@ -115,9 +115,10 @@ test-tpm: setup .venv/tpm  ## quotes of a TPM in software (swtpm), which `make t
 	$(PYTEST) tests/protect/test_tpm.py tests/protect/test_claims.py tests/protect/test_verify.py
 
 # Ray with nodes as namespaces; what cannot run here is skipped. Each test bounds its own waits.
+# Three processes on two cores, since these tests mostly wait.
 test-cluster: setup .venv/all  ## clusters on Ray: eight adapters over three hosts, kills, up and down (minutes)
 	scripts/install_cluster.sh
-	$(PYTEST) -n $(JOBS) --dist loadfile --durations=10 tests/cluster/runs
+	$(PYTEST) -n 3 --dist loadfile --durations=10 tests/cluster/runs
 
 # A page in headless Chromium, on its own SwiftShader.
 test-web: setup .venv/all  ## a training in a browser tab: the numbers of a native run, and all that the page does
