@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data import chat, small_tokenizer, trained_text, write_jsonl
 from support.hostile import memory_below
-from support.sources import ids_of, prepared, refused, written
+from support.sources import ids_of, prepared, refused, write_rows
 
 from wgpu_lora.data import (
     Tokenizer,
@@ -343,7 +343,7 @@ def test_an_implicit_prompt_gives_the_same_pairs(tmp_path: Path, name: str, rows
     expected = ids_of(prepared(python_source(rows), **PAIR))
     null = [{"prompt": None, **row} for row in without_prompt(rows)]
     for form in (rows, without_prompt(rows), *([] if name == "a.csv" else [null])):
-        found = prepared(written(tmp_path / name, in_cells(form) if name == "a.csv" else form), **PAIR)
+        found = prepared(write_rows(tmp_path / name, in_cells(form) if name == "a.csv" else form), **PAIR)
         assert ids_of(found) == expected
         for chosen, rejected in found.samples:
             start = int((chosen.labels != -100).argmax())
@@ -371,7 +371,7 @@ def test_an_answer_is_all_that_follows_its_prompt() -> None:
 
 def test_tokens_as_trl_stores_them(tmp_path: Path) -> None:
     for name in FILES:
-        found = prepared(written(tmp_path / name, in_cells(TOKENS) if name == "a.csv" else TOKENS), **PAIR)
+        found = prepared(write_rows(tmp_path / name, in_cells(TOKENS) if name == "a.csv" else TOKENS), **PAIR)
         assert ids_of(found) == [[5, 6, 7, 8], [5, 6, 9]]
         assert [row.labels.tolist() for row in found.rows] == [[-100, -100, 7, 8], [-100, -100, 9]]
 
@@ -430,7 +430,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("row", "words"), BAD, ids=range(len(BAD)))
 def test_rows_without_a_pair_are_refused(tmp_path: Path, row: dict[str, Any], words: str) -> None:
-    path = written(tmp_path / "a.jsonl", [TEXTS[0], row])
+    path = write_rows(tmp_path / "a.jsonl", [TEXTS[0], row])
     assert refused(path, **PAIR).startswith(f"{path}, line 2: {words}")
     assert len(prepared(path, **PAIR, skip_bad_rows=True).samples) == 1
 

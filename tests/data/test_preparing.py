@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.cli import Run
 from support.data import chat, write_jsonl
 from support.preparing import ALIKE, ROWS, prepared, reasons, rows_of, run
-from support.sources import written
+from support.sources import write_rows
 
 from wgpu_lora.data.curation import Preparation, prepare_files
 from wgpu_lora.data.curation.deduplication import normalize_text
@@ -31,7 +31,7 @@ from wgpu_lora.tokenizer.reasoning import marker_in, without_thinking
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz"])
 def test_rows_of_every_format_keep_all_columns(tmp_path: Path, name: str) -> None:
-    run(tmp_path, written(tmp_path / name, ROWS[:3]))
+    run(tmp_path, write_rows(tmp_path / name, ROWS[:3]))
     found = rows_of(tmp_path)
     assert [{**row, "id": int(row["id"])} for row in found] == ROWS[:3]
 
@@ -317,7 +317,7 @@ def test_folders_patterns_and_files(tmp_path: Path) -> None:
     place = tmp_path / "data"
     for i, name in enumerate(["b/x.jsonl", "a.csv", ".hidden.jsonl", "b/.git/x.jsonl", "c.jsonl.gz"]):
         (place / name).parent.mkdir(parents=True, exist_ok=True)
-        written(place / name, ROWS[i : i + 1])
+        write_rows(place / name, ROWS[i : i + 1])
     (place / "notes.md").write_text("no rows")
     (place / "empty.jsonl").write_text("")
     (place / "blank.jsonl").write_text("\n\n")
@@ -354,7 +354,7 @@ def test_folders_patterns_and_files(tmp_path: Path) -> None:
 
 def test_damaged_files_are_refused_as_a_whole(tmp_path: Path) -> None:
     good = write_jsonl(tmp_path / "good.jsonl", *ROWS)
-    gz = written(tmp_path / "a.jsonl.gz", ROWS)
+    gz = write_rows(tmp_path / "a.jsonl.gz", ROWS)
     gz.write_bytes(gz.read_bytes()[:-20])
     (tmp_path / "b.json").write_text('[{"text": "a"}, {"text": ')
     (tmp_path / "c.jsonl").write_bytes('{"text": "a"}'.encode("utf-16"))

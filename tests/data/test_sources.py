@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support import ROOT
 from support.data import chat
 from support.hostile import memory_below
-from support.sources import ROWS, ids_of, prepared, refused, written
+from support.sources import ROWS, ids_of, prepared, refused, write_rows
 
 from wgpu_lora.data import heldout_data, json_rows, python_source, training_data
 from wgpu_lora.data.compressed_files import MIN_GROWN
@@ -32,7 +32,7 @@ FORMATS = ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz", "a.
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     expected = prepared(python_source(ROWS))
-    found = prepared(written(tmp_path / name))
+    found = prepared(write_rows(tmp_path / name))
     assert ids_of(found) == ids_of(expected)
     assert found.account.examples == 5
     assert found.digest != expected.digest  # of the bytes
@@ -100,7 +100,7 @@ def test_an_array_in_a_jsonl_file_is_said_to_be_read_as_rows(tmp_path: Path) -> 
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(ROWS))
     assert prepared(path).notes == ("a.jsonl is a JSON array, whose elements are read as rows",)
-    assert prepared(written(tmp_path / "b.json")).notes == ()
+    assert prepared(write_rows(tmp_path / "b.json")).notes == ()
 
 
 def test_an_element_that_is_too_long_is_not_held(tmp_path: Path) -> None:
@@ -182,15 +182,15 @@ def test_tables_that_are_wrong(tmp_path: Path, text: bytes, words: str) -> None:
 
 def test_lists_in_cells(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"messages": chat("a", "b"), "tools": None}]
-    path = written(tmp_path / "a.csv", [{"messages": json.dumps(rows[0]["messages"]), "tools": ""}])
+    path = write_rows(tmp_path / "a.csv", [{"messages": json.dumps(rows[0]["messages"]), "tools": ""}])
     assert ids_of(prepared(path)) == ids_of(prepared(python_source(rows)))
     prompt, answer = chat("a", "b")
     rows = [{"prompt": [prompt], "completion": [answer]}, {"prompt": '["role"]', "completion": '[{"role": "x"'}]
     cells = [
         {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()} for row in rows
     ]
-    assert ids_of(prepared(written(path, cells))) == ids_of(prepared(python_source(rows)))
-    path = written(tmp_path / "b.csv", [{"input_ids": "[1, 2, 3]", "labels": "[-100, 2, 3]"}])
+    assert ids_of(prepared(write_rows(path, cells))) == ids_of(prepared(python_source(rows)))
+    path = write_rows(tmp_path / "b.csv", [{"input_ids": "[1, 2, 3]", "labels": "[-100, 2, 3]"}])
     assert ids_of(prepared(path)) == [[1, 2, 3]]
 
 
@@ -203,19 +203,19 @@ def test_null_fields_that_a_table_adds_are_none(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"messages": messages, "text": None} for messages in said]
     rows.append({"messages": None, "text": "c"})
     expected = prepared(python_source(rows), template="thinking")
-    assert ids_of(prepared(written(tmp_path / "a.parquet", rows), template="thinking")) == ids_of(expected)
+    assert ids_of(prepared(write_rows(tmp_path / "a.parquet", rows), template="thinking")) == ids_of(expected)
     datasets = pytest.importorskip("datasets")
     assert ids_of(prepared(python_source(datasets.Dataset.from_list(rows)), template="thinking")) == ids_of(expected)
 
 
 def test_parquet_that_is_damaged_or_lacks_columns(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.parquet")
+    path = write_rows(tmp_path / "a.parquet")
     whole = path.read_bytes()
     for damaged in (whole[: len(whole) // 2], whole[:4] + b"\xff" * 40 + whole[44:], b"PAR1" * 5, b"no"):
         path.write_bytes(damaged)
         assert "cannot be read as Parquet (" in refused(path)
-    assert "the columns are 'q', but the formats" in refused(written(tmp_path / "b.parquet", [{"q": "a"}]))
-    assert "row 2: 'text' is null" in refused(written(tmp_path / "c.parquet", [{"text": "a"}, {"text": None}]))
+    assert "the columns are 'q', but the formats" in refused(write_rows(tmp_path / "b.parquet", [{"q": "a"}]))
+    assert "row 2: 'text' is null" in refused(write_rows(tmp_path / "c.parquet", [{"text": "a"}, {"text": None}]))
 
 
 @pytest.mark.parametrize("module", ["pyarrow", "datasets"])
@@ -257,16 +257,16 @@ def found(data: Path | str, *arguments: Any, **options: Any) -> tuple[str, str |
 def test_files_beside_the_training_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no train\.jsonl .*it holds no data"):
         training_data(tmp_path)
-    written(tmp_path / "mine.csv")
+    write_rows(tmp_path / "mine.csv")
     with pytest.raises(UserError, match=r"it holds mine\.csv: name the file itself"):
         training_data(tmp_path)
-    train = written(tmp_path / "train.jsonl")
+    train = write_rows(tmp_path / "train.jsonl")
     assert found(train) == found(tmp_path) == ("train.jsonl", None, ())
-    written(tmp_path / "test.csv")
+    write_rows(tmp_path / "test.csv")
     unused = "{} beside train.jsonl {} not used; use eval_data for held-out rows"
     assert found(tmp_path) == ("train.jsonl", None, (unused.format("test.csv", "is"),))
     for name in ("dev.jsonl", "val.parquet", "val.json", "validation.jsonl", "train.csv"):
-        written(tmp_path / name)
+        write_rows(tmp_path / name)
     expected = unused.format("train.csv, val.parquet, val.json, dev.jsonl and test.csv", "are")
     source, heldout, notes = found(tmp_path)
     assert (source, heldout) == ("train.jsonl", "validation.jsonl")

@@ -16,7 +16,7 @@ import pytest
 from gguf import GGMLQuantizationType as Q
 from gguf.constants import GGMLQuantizationType as Kind
 from safetensors.numpy import save_file
-from support.gguf_files import DEMO, demo_tokenizer, made_up, tensors_of, write_gguf
+from support.gguf_files import DEMO, demo_tokenizer, random_model, tensors_of, write_gguf
 from support.sampling import sample
 
 from wgpu_lora.errors import UserError
@@ -228,7 +228,7 @@ def test_the_largest_hostile_headers_cost_little(tmp_path: Path, what: str) -> N
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict, said: str) -> None:
-    file = write_gguf(made_up(tmp_path / "source"), tmp_path / "model.gguf", **changes)
+    file = write_gguf(random_model(tmp_path / "source"), tmp_path / "model.gguf", **changes)
     with pytest.raises(UserError, match=said) as caught:
         read_model(file)
     assert str(file) in str(caught.value)
@@ -236,7 +236,7 @@ def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict, said: str
 
 def test_unknown_tensors_are_refused(tmp_path: Path) -> None:
     """A bias that nobody adds would change every result."""
-    source = made_up(tmp_path / "source")
+    source = random_model(tmp_path / "source")
     save_file(
         tensors_of(source) | {"model.layers.0.self_attn.q_norm.weight": np.zeros(64, np.float32)},
         source / "model.safetensors",
@@ -262,14 +262,16 @@ USUAL = 0.1 * float(np.log(4)) + 1
     ],
 )
 def test_scaling(tmp_path: Path, metadata: dict[str, Any], scaling: dict[str, Any] | None) -> None:
-    file = write_gguf(made_up(tmp_path / "source"), tmp_path / "model.gguf", metadata=metadata)
+    file = write_gguf(random_model(tmp_path / "source"), tmp_path / "model.gguf", metadata=metadata)
     found = read_model(file).config.rope_scaling
     assert (found is None) == (scaling is None)
     assert {name: getattr(found, name) for name in scaling or {}} == (scaling or {})
 
 
 def test_a_window_makes_it_mistral(tmp_path: Path) -> None:
-    file = write_gguf(made_up(tmp_path / "source"), tmp_path / "model.gguf", metadata={"attention.sliding_window": 16})
+    file = write_gguf(
+        random_model(tmp_path / "source"), tmp_path / "model.gguf", metadata={"attention.sliding_window": 16}
+    )
     config = read_model(file).config
     assert (config.architecture, config.sliding_windows) == ("mistral", (16,))
 

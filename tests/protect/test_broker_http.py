@@ -221,8 +221,8 @@ def test_a_process_from_its_start_over_attacks_to_sigterm(owner: Owner) -> None:
         with pytest.raises(UserError, match="Another broker uses"):
             open_broker(owner.policy, owner.signing, owner.data)
         assert served.end(signal.SIGTERM) == 0
-    text = "".join(served.said)
-    assert "Stopped" in served.said[-1]
+    text = "".join(served.output)
+    assert "Stopped" in served.output[-1]
     assert "Traceback" not in text
     assert "AGE-SECRET" not in text
     assert (stages(owner)[0], stages(owner)[-1], stages(owner).count("released")) == ("started", "stopped", 1)

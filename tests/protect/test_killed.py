@@ -35,14 +35,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 def uninterrupted(site: Site) -> tuple[float, str]:
     """Seconds of a run that nobody kills, and the SHA-256 of its adapter."""
     ended = site.start(*command(site, "whole"))
-    assert ended.code == 0, ended.said
+    assert ended.code == 0, ended.stderr
     assert not site.leaks()
     return ended.seconds, adapter_of(site, "whole")
 
 
 def command(site: Site, name: str) -> list[str]:
     """A start of a job, new or to be resumed."""
-    return ["finetune", "--protected", str(site.write_job(name)), *(["--resume"] if site.begun(name) else [])]
+    return ["finetune", "--protected", str(site.write_job(name)), *(["--resume"] if site.has_begun(name) else [])]
 
 
 def adapter_of(site: Site, name: str) -> str:
@@ -70,7 +70,7 @@ def killed(site: Site, name: str, times: Sequence[float]) -> tuple[int, str]:
         ended.append(found)
     assert site.keys > keys  # some of them had keys
     last = site.start(*command(site, name))
-    assert last.code == 0, last.said
+    assert last.code == 0, last.stderr
     assert not site.leaks()
     found = check(site.run(name), site.owner.signing.public, Policy.read(site.owner.policy))
     assert found.verified, found.failures

@@ -185,14 +185,14 @@ def test_a_lost_device_ends_what_runs_and_the_engine_is_made_again_once() -> Non
         assert len(results) == 2
         assert all(isinstance(one, openai.APIError) and "was lost" in str(one) for one in results)
         assert {one.status_code for one in results if isinstance(one, openai.APIStatusError)} == {503}
-        assert [engine.closed for engine in server.made] == [True, False]
+        assert [engine.closed for engine in server.engines] == [True, False]
         assert server.client.completions.create(model="tuned", prompt="x", max_tokens=3).choices[0].text
         run_and_lose()
         until(lambda: server.engine.failure)
         assert httpx.get(f"{server.url}/health").status_code == 503
         after = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
         assert (after.status_code, after.json()["error"]["type"]) == (503, "service_unavailable_error")
-        assert len(server.made) == 2
+        assert len(server.engines) == 2
 
 
 def test_the_engine_is_called_from_one_thread(server: Serving) -> None:
