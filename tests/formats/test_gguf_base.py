@@ -140,8 +140,8 @@ def test_the_model_is_that_of_the_decoded_weights(device: Device, tmp_path: Path
     rows = [np.arange(1, 14), np.arange(200, 210)]
     for base in ("nf4", "f32", "bf16"):
         save_file(tensors if base == "f32" else tensors | halves, decoded / "model.safetensors")
-        found, expected = open_model(str(file), device, base), open_model(str(decoded), device, base)
-        for have, want in zip(logits(found, rows), logits(expected, rows), strict=True):
+        actual, expected = open_model(str(file), device, base), open_model(str(decoded), device, base)
+        for have, want in zip(logits(actual, rows), logits(expected, rows), strict=True):
             np.testing.assert_array_equal(have, want)
 
     # By default, matrices keep their types, whose values are exact.
@@ -271,14 +271,14 @@ def test_importing(device: Device, tmp_path: Path) -> None:
     """A directory of NF4 that is the same model, tokenizer and all."""
     file, output = demo_file(tmp_path / "demo.gguf"), tmp_path / "packed"
     assert main(["import", str(file), "--output", str(output)]) == 0
-    found, expected = open_model(str(output), device), open_model(str(file), device, "nf4")
+    actual, expected = open_model(str(output), device), open_model(str(file), device, "nf4")
     rows = [np.arange(5, 18)]
-    np.testing.assert_array_equal(logits(found, rows), logits(expected, rows))
+    np.testing.assert_array_equal(logits(actual, rows), logits(expected, rows))
     messages = [{"role": "user", "content": "What's 12 + 34?"}]
-    texts = [model.tokenizer.render(messages) for model in (found, expected)]
+    texts = [model.tokenizer.render(messages) for model in (actual, expected)]
     assert texts[0] == texts[1]
-    assert found.tokenizer.encode(texts[0]) == expected.tokenizer.encode(texts[0])
-    assert found.tokenizer.stop_ids == expected.tokenizer.stop_ids
+    assert actual.tokenizer.encode(texts[0]) == expected.tokenizer.encode(texts[0])
+    assert actual.tokenizer.stop_ids == expected.tokenizer.stop_ids
 
 
 @pytest.mark.parametrize(("original", "code"), [(8192, 0), (32, 2)])

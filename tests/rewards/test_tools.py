@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.serving import demo_tokenizer
-from support.sources import write_rows
+from support.sources import write_source
 from support.tool_templates import TEMPLATES
 
 from wgpu_lora.assets import DEMO_MODEL
@@ -106,7 +106,7 @@ def test_a_run_with_tools(tmp_path: Path) -> None:
     for file in DEMO_MODEL.iterdir():
         (model / file.name).symlink_to(file)
     options: dict[str, Any] = {
-        "model": str(model), "data": str(write_rows(tmp_path / "rows.jsonl", rows)), "output": str(tmp_path / "run"),
+        "model": str(model), "data": str(write_source(tmp_path / "rows.jsonl", rows)), "output": str(tmp_path / "run"),
         "objective": "grpo", "reward_funcs": "accuracy", "tools": f"{tmp_path / 'tools.py'}:add", "max_steps": 2,
         "max_completion_length": 16, "num_generations": 2, "gradient_accumulation_steps": 4, "save_steps": 0,
     }  # fmt: skip
@@ -121,7 +121,7 @@ def test_a_run_with_tools(tmp_path: Path) -> None:
     prompt = run.rollouts.tokenizer.decode(run.stream.prepared.rows[0].input_ids, skip_special_tokens=False)
     assert '"description": "The sum of two numbers."' in prompt
     assert job.train().state.step == 2
-    texts = str(write_rows(tmp_path / "texts.jsonl", [{"prompt": "What?"}] * 4))
+    texts = str(write_source(tmp_path / "texts.jsonl", [{"prompt": "What?"}] * 4))
     for changes, text in [
         ({"data": texts}, "tools are called in conversations"),
         ({"tools": f"{tmp_path / 'tools.py'}:nothing"}, "cannot be loaded"),

@@ -16,7 +16,7 @@ from support.events import hearing
 from support.models import save_golden_adapter
 from support.sampling import sample
 from support.sharing import Reply, replicas
-from support.sources import write_rows
+from support.sources import write_source
 from support.training import golden_arguments, model_dir, random_rows
 
 from wgpu_lora.errors import UserError
@@ -59,7 +59,7 @@ def answers(path: Path, kind: str, count: int = 7) -> str:
             return {"prompt_ids": ids(1, 5), "completion_ids": ids(2, 7), "label": bool(number % 2)}
         return {"prompt_ids": ids(1, 5), "chosen_ids": ids(2, 7), "rejected_ids": ids(2, 7)}
 
-    return str(write_rows(path / f"{kind}.jsonl", [row(i) for i in range(count)]))
+    return str(write_source(path / f"{kind}.jsonl", [row(i) for i in range(count)]))
 
 
 CASES: dict[str, Case] = {

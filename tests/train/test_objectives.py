@@ -13,7 +13,7 @@ import pytest
 from support.models import allocated
 from support.preferences import Preferences
 from support.shared_runs import assert_resumes_exactly
-from support.sources import write_rows
+from support.sources import write_source
 from support.training import assert_gradient_is_slope, golden_arguments
 
 from wgpu_lora.data import Row
@@ -128,7 +128,7 @@ def pairs(path: Path, count: int = 6, seed: int = 0) -> Path:
         {"prompt_ids": ids(1, 4), "chosen_ids": ids(2, 7), "rejected_ids": ids(2, 7), "weight": rng.random()}
         for _ in range(count)
     ]
-    return write_rows(path, rows)
+    return write_source(path, rows)
 
 
 def job(directory: Path, **changes: Any) -> Job:

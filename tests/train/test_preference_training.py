@@ -14,7 +14,7 @@ from support import short_of
 from support.cli import Run
 from support.models import FIXTURES, save_golden_adapter
 from support.shared_runs import assert_close_adapters, assert_resumes_exactly, edit_json
-from support.sources import write_rows
+from support.sources import write_source
 from support.training import golden_arguments, model_dir
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
@@ -39,7 +39,7 @@ def pairs(path: Path, count: int = 6, seed: int = 0) -> Path:
     def ids(least: int, most: int) -> list[int]:
         return rng.integers(0, 301, rng.integers(least, most)).tolist()
 
-    return write_rows(
+    return write_source(
         path,
         [{"prompt_ids": ids(1, 5), "chosen_ids": ids(2, 7), "rejected_ids": ids(2, 7)} for _ in range(count)],
     )
@@ -178,7 +178,7 @@ ROW = {"prompt_ids": [1, 2, 3, 4], "chosen_ids": [5, 6, 7], "rejected_ids": [5, 
 def test_rows_that_are_no_pairs(tmp_path: Path, wrong: dict[str, Any], options: dict[str, Any], words: str) -> None:
     """Each is an error that names its line, or is counted among the skipped rows."""
     sound = {"prompt_ids": [1], "chosen_ids": [5], "rejected_ids": [6]}
-    data = str(write_rows(tmp_path / "rows.jsonl", [sound, {**ROW, **wrong}, sound]))
+    data = str(write_source(tmp_path / "rows.jsonl", [sound, {**ROW, **wrong}, sound]))
     with pytest.raises(UserError, match=r"rows\.jsonl, line 2: ") as raised:
         job(tmp_path / "a", data=data, **options)
     assert words in str(raised.value)
@@ -244,16 +244,16 @@ def test_evaluating_an_adapter_as_it_was_trained(device: Device, tmp_path: Path,
     base, other = json.loads(run("evaluate", "--data", heldout, "--compare", *options).output())
     assert base["metrics"]["rewards/margins"] == pytest.approx(0, abs=1e-5)
     assert other["loss"] == found["loss"]
-    plain = str(write_rows(tmp_path / "plain.jsonl", [{"input_ids": [1, 2, 3]}]))
+    plain = str(write_source(tmp_path / "plain.jsonl", [{"input_ids": [1, 2, 3]}]))
     assert json.loads(run("evaluate", "--data", plain, *options).output())["objective"] == "sft"
-    labelled = str(write_rows(tmp_path / "l.jsonl", [{"prompt_ids": [1], "completion_ids": [2], "label": True}]))
+    labelled = str(write_source(tmp_path / "l.jsonl", [{"prompt_ids": [1], "completion_ids": [2], "label": True}]))
     assert "use --objective kto for such rows." in run("evaluate", "--data", labelled, *options).refusal()
 
 
 def test_a_prompt_is_mismatched_with_another_answer(tmp_path: Path) -> None:
     """That of the sample before it in the step or, in a step of one, of the next in the data; cut to the length."""
     rows = [{"prompt_ids": [i] * 3, "completion_ids": [10 + i] * (1 + i), "label": True} for i in range(4)]
-    data = str(write_rows(tmp_path / "labelled.jsonl", rows))
+    data = str(write_source(tmp_path / "labelled.jsonl", rows))
     stream = job(tmp_path / "a", objective="kto", data=data, max_length=6, max_steps=1).run.stream
     groups = [group for batch in stream.heldout_groups([[0, 2], [3]], 0) for group in batch]
     found = [group.kl_row for group in (*groups, stream.heldout_groups([[3]], 0)[0][0])]
@@ -267,7 +267,7 @@ def test_a_prompt_is_mismatched_with_another_answer(tmp_path: Path) -> None:
 def test_labelled_rows_and_their_log(device: Device, tmp_path: Path) -> None:
     """KTO with held-out rows; a step without undesirable answers logs nothing about them."""
     rows = [{"prompt_ids": [i], "completion_ids": [5, i, 7], "label": i != 3} for i in range(4)]
-    data = str(write_rows(tmp_path / "labelled.jsonl", rows))
+    data = str(write_source(tmp_path / "labelled.jsonl", rows))
     job(tmp_path / "a", objective="kto", data=data, eval_data=data, max_steps=2).train()
     lines = read_log(tmp_path / "a" / "run" / LOG)
     assert {"eval_loss", "eval_rewards/margins", "eval_kl"} <= set(lines[0])
@@ -304,7 +304,7 @@ def golden_options(tmp_path: Path, name: str) -> dict[str, Any]:
     case = dict(CASES[name])
     data = tmp_path / f"{case['objective']}.jsonl"
     if not data.exists():
-        write_rows(data, rows(case["objective"]))
+        write_source(data, rows(case["objective"]))
     initial, frozen = tmp_path / "start", tmp_path / "frozen"
     if not initial.exists():
         chosen = {"target_modules": tuple(TARGETS.split(","))}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.shared_runs import assert_resumes_exactly, result
-from support.sources import write_rows
+from support.sources import write_source
 from support.training import golden_arguments
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
@@ -40,7 +40,7 @@ def equal(completions, **columns):
 def prompts(path: Path, count: int = 6, seed: int = 0) -> Path:
     rng = np.random.default_rng(seed)
     rows = [{"prompt_ids": rng.integers(0, 301, 3 + i % 4).tolist(), "wanted": i % 2 or None} for i in range(count)]
-    return write_rows(path, rows)
+    return write_source(path, rows)
 
 
 def job(directory: Path, **changes: Any) -> Job[Any]:
@@ -155,7 +155,7 @@ def test_several_adapters_sample_and_train_together(device: Device, tmp_path: Pa
     """One by rewards, one by answers, in shared batches; the report shows the completions."""
     made = job(tmp_path / "a")
     args = made.run.args
-    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [1, 2, 3, 4, 5 + i]} for i in range(4)])
+    rows = write_source(tmp_path / "rows.jsonl", [{"input_ids": [1, 2, 3, 4, 5 + i]} for i in range(4)])
     tasks = [
         {"data": args.data, "checkpoint": str(tmp_path / "grpo"), "objective": "grpo",
          "reward_funcs": args.reward_funcs, "num_generations": 4, "max_completion_length": 6, "learning_rate": 0.03},

@@ -11,7 +11,7 @@ import pytest
 from support.cli import QWEN2, SMALL, Run, flags
 from support.data import chat, small_tokenizer, write_jsonl
 from support.preferences import Labelled, Preferences
-from support.sources import refused, write_rows
+from support.sources import refused, write_source
 
 from wgpu_lora.cli import main
 from wgpu_lora.data import Source, python_source, split_validation, tokenize_source
@@ -151,13 +151,13 @@ NEEDED = "but the formats need prompt_ids, chosen_ids, rejected_ids and weight; 
 
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_missing_is_named_with_the_formats(tmp_path: Path, name: str) -> None:
-    path = write_rows(tmp_path / name, [{"question": "a", "completion": "b", "label": "true"}])
+    path = write_source(tmp_path / name, [{"question": "a", "completion": "b", "label": "true"}])
     named = "'question', 'completion', 'label', but the format needs prompt, completion and label"
     assert f"{named}; rename 'question' to 'prompt'." in refusal(path, Labelled())
-    path = write_rows(path, [{"question": "a", "chosen": "b", "rejected": "c"}])
+    path = write_source(path, [{"question": "a", "chosen": "b", "rejected": "c"}])
     readers = " or ".join(f"objective='{name}'" for name in PAIRWISE)
     assert f"'chosen', 'rejected', {NEEDED}; use {readers} for such rows." in refusal(path, Preferences())
-    one = refusal(write_rows(path, [{"prompt": "a", "label": "true"}]), Labelled())
+    one = refusal(write_source(path, [{"prompt": "a", "label": "true"}]), Labelled())
     assert "'prompt', 'label', but the format needs prompt, completion and label." in one.replace("; rename them", "")
 
 
@@ -170,13 +170,13 @@ def registered() -> Iterator[None]:
 
 def test_rows_of_another_objective(tmp_path: Path, registered: None, capsys: pytest.CaptureFixture[str]) -> None:
     """The error names the objectives that read them, as the caller would give the option."""
-    path = write_rows(tmp_path / "a.parquet", PAIRS_OF_TEXTS)
+    path = write_source(tmp_path / "a.parquet", PAIRS_OF_TEXTS)
     readers = [*PAIRWISE, "preferences"]
     said = " or ".join(f"objective='{name}'" for name in readers)
     assert f"; use {said} for such rows." in refusal(path, SFT())
     others = "objective='sft' or objective='kto' or objective='labelled'"
     assert f"; use {others} for such rows." in refusal(python_source(LABELS), Preferences())
-    path = write_rows(tmp_path / "a.csv", PAIRS_OF_TEXTS)
+    path = write_source(tmp_path / "a.csv", PAIRS_OF_TEXTS)
     assert main(["plan", "--model", "tests/fixtures/models/qwen2", "--data", str(path)]) == 2
     said = " or ".join(f"--objective {name}" for name in readers)
     assert f"; use {said} for such rows." in capsys.readouterr().err
