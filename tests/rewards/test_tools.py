@@ -41,14 +41,14 @@ def tools(place: Path, *names: str, seconds: float = 20.0) -> Tools:
 
 
 def test_calls_and_their_failures(tmp_path: Path) -> None:
-    made = tools(tmp_path, "add", "shout", "broken")
-    add = made.schemas[0]["function"]
+    toolbox = tools(tmp_path, "add", "shout", "broken")
+    add = toolbox.schemas[0]["function"]
     assert (add["name"], add["description"]) == ("add", "The sum of two numbers.")
     assert add["parameters"]["required"] == ["a"]
     assert add["parameters"]["properties"]["b"]["type"] == "integer"
-    assert made.call("add", {"a": 3, "b": "4"}) == ("7", False)
-    assert made.call("shout", {"text": "a"}) == ("A", False)
-    assert made.call("shout", {"text": "\ud800"}) == ("?", False)
+    assert toolbox.call("add", {"a": 3, "b": "4"}) == ("7", False)
+    assert toolbox.call("shout", {"text": "a"}) == ("A", False)
+    assert toolbox.call("shout", {"text": "\ud800"}) == ("?", False)
     for name, arguments, text in [
         ("broken", {}, "KeyError"),
         ("add", {}, "Missing required argument"),
@@ -57,11 +57,11 @@ def test_calls_and_their_failures(tmp_path: Path) -> None:
         ("shout", {"text": "a" * 200_000}, "it returned 200,000 characters"),
         ("other", {}, "there is no tool 'other', but add, shout, broken"),
     ]:
-        result, failed = made.call(name, arguments)
+        result, failed = toolbox.call(name, arguments)
         assert failed
         assert text in json.loads(result)["error"]
         assert "errors.pydantic.dev" not in result
-    made.close()
+    toolbox.close()
     slow = tools(tmp_path, "slow", "add", seconds=0.5)
     assert "took more than 0.5 seconds" in slow.call("slow", {})[0]
     assert slow.call("add", {"a": 1}) == ("2", False)
@@ -74,27 +74,27 @@ def test_turns_behind_calls(family: str, tmp_path: Path) -> None:
     call = {"hermes": '<tool_call>{"name": "add", "arguments": {"a": 20}}</tool_call>',
             "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 20}}]',
             "llama": '{"name": "add", "parameters": {"a": 20}}'}[family]  # fmt: skip
-    made = ToolTurns(tools(tmp_path, "add"), tokenizer, most=1)
+    turns_of = ToolTurns(tools(tmp_path, "add"), tokenizer, most=1)
     turns: list[dict[str, Any]] = []
     stop = tokenizer.token_id("<|im_end|>")
     assert stop is not None
-    more = made.follow(turns, [*tokenizer.encode(call), stop], True)
+    more = turns_of.follow(turns, [*tokenizer.encode(call), stop], True)
     expected = "\n<|im_start|>tool\n21<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(more, skip_special_tokens=False) == expected
     assert [turn["role"] for turn in turns] == ["assistant", "tool"]
     assert turns[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 20}}
     assert turns[1]["content"] == "21"
-    assert made.follow(turns, [*tokenizer.encode(call), stop], True) == []  # beyond `most`
+    assert turns_of.follow(turns, [*tokenizer.encode(call), stop], True) == []  # beyond `most`
     for arguments in ("[20]", '"20"', "null", '"{"'):
         odd, wrong = call.replace('{"a": 20}', arguments), list[dict[str, Any]]()
-        assert made.follow(wrong, [*tokenizer.encode(odd), stop], True)
+        assert turns_of.follow(wrong, [*tokenizer.encode(odd), stop], True)
         assert wrong[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {}}
         assert "not a JSON object" in wrong[1]["content"]
-    assert made.counts() == (5, 4)
-    assert made.follow(turns, tokenizer.encode("It is 21."), False) == []
+    assert turns_of.counts() == (5, 4)
+    assert turns_of.follow(turns, tokenizer.encode("It is 21."), False) == []
     assert turns[-1] == {"role": "assistant", "content": "It is 21."}
-    assert made.counts() == (0, 0)
-    made.close()
+    assert turns_of.counts() == (0, 0)
+    turns_of.close()
 
 
 def test_a_run_with_tools(tmp_path: Path) -> None:

@@ -70,12 +70,12 @@ class Loop:
         """Takes steps until the time is used, or `most` of them. between: seconds of work after a step, by its kind."""
         run: Any = SimpleNamespace(args=self.args, state=self.state)
         clock = TrainingClock(run)
-        for taken in range(10**6):
-            if taken == most or (self.state.step and clock.out_of_time()):
+        for step in range(10**6):
+            if step == most or (self.state.step and clock.out_of_time()):
                 return self
             clock.begin_step()
             self.begun.append(clock.elapsed())
-            seconds = lasting(self.state.step) + (0 if taken else COMPILATION)
+            seconds = lasting(self.state.step) + (0 if step else COMPILATION)
             self.time.now += 0.9 * seconds  # the rate is asked for when the gradient is there
             self.rates.append(clock.learning_rate())
             self.time.now += 0.1 * seconds
@@ -208,8 +208,8 @@ def test_even_steps_have_the_schedule_of_steps(time: Time, kind: str) -> None:
 
 def test_a_warmup_by_time_is_one_of_training_and_one_in_steps_of_steps(time: Time) -> None:
     loop = Loop(time, timed(warmup_ratio=0.03)).session(PACES["even"])  # 1.8 s, and compilation takes 2
-    found = [loop.rates[i] for i in (0, 1, 17, 19)]
-    assert found == [LEAST_SHARE, *(pytest.approx(share, abs=1e-3) for share in (0.09 / 1.8, 1.69 / 1.8, 1.0))]
+    shares = [loop.rates[i] for i in (0, 1, 17, 19)]
+    assert shares == [LEAST_SHARE, *(pytest.approx(share, abs=1e-3) for share in (0.09 / 1.8, 1.69 / 1.8, 1.0))]
     assert loop.state.warmed_seconds == pytest.approx(2.1 + 1.8)
     steps = Loop(time, timed(warmup_steps=20)).session(PACES["uneven"])
     assert steps.rates[:20] == pytest.approx([(step + 1) / 21 for step in range(20)])
@@ -250,7 +250,7 @@ def options(tmp_path: Path, name: str = "run", **changes: Any) -> TrainingArgume
     for seed, data in enumerate(("rows.jsonl", "heldout.jsonl")):
         if not (tmp_path / data).exists():
             random_rows(tmp_path / data, 8 - 4 * seed, 301, seed)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "model": str(model_dir("qwen2")),
         "data": str(tmp_path / "rows.jsonl"),
         "eval_data": str(tmp_path / "heldout.jsonl"),
@@ -269,7 +269,7 @@ def options(tmp_path: Path, name: str = "run", **changes: Any) -> TrainingArgume
         "tune": False,
         "run_log": False,
     }
-    return TrainingArguments(**(given | changes))
+    return TrainingArguments(**(arguments | changes))
 
 
 @dataclass
@@ -287,9 +287,9 @@ class Passing:
         save, before = AdapterRun.save, type(job.run.subject).before_step
         passing = self
 
-        def slow_save(run: AdapterRun, *rest: Any) -> None:
+        def slow_save(run: AdapterRun, *arguments: Any) -> None:
             passing.time.now += 4
-            save(run, *rest)
+            save(run, *arguments)
 
         def slow_step(subject: Any, session: Any, ending: bool) -> None:
             passing.time.now += 3
@@ -300,10 +300,10 @@ class Passing:
             passing.seen.append(result)
             return result.step == stop
 
-        def evaluating(found: Evaluating) -> None:
-            if found.loss is not None:
+        def evaluating(evaluation: Evaluating) -> None:
+            if evaluation.loss is not None:
                 passing.time.now += 2  # and 3 before
-                passing.losses.append(found.step)
+                passing.losses.append(evaluation.step)
 
         with self.monkeypatch.context() as patch:
             patch.setattr(AdapterRun, "save", slow_save)
