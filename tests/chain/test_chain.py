@@ -178,17 +178,17 @@ def test_killed_anywhere(place: Path, monkeypatch: pytest.MonkeyPatch, module: A
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     real, points = getattr(module, name), 0
     while True:
-        out, points_left = place / f"{points}", points
+        out, countdown = place / f"{points}", points
         chain = read_chain(str(place / "chain.toml"), str(out))
 
         def dying(*args: Any) -> None:
-            nonlocal points_left
-            if points_left < 0 or (points_left == 0 and not after):
-                points_left = -1
+            nonlocal countdown
+            if countdown < 0 or (countdown == 0 and not after):
+                countdown = -1
                 raise KilledError
             real(*args)
-            points_left -= 1
-            if points_left < 0:
+            countdown -= 1
+            if countdown < 0:
                 raise KilledError
 
         with monkeypatch.context() as patched:

@@ -103,14 +103,14 @@ GOING = snapshot(task_view("a"))
 DONE = snapshot(task_view("a", "finished", 10, fetched=True), over=True)
 
 
-@pytest.mark.parametrize(("state_seen", "stays"), [(DONE, False), (GOING, True)])
+@pytest.mark.parametrize(("cluster_snapshot", "stays"), [(DONE, False), (GOING, True)])
 def test_a_refused_run_ends_what_nobody_else_uses(
-    ray: LocalRay, monkeypatch: pytest.MonkeyPatch, state_seen: Snapshot, stays: bool
+    ray: LocalRay, monkeypatch: pytest.MonkeyPatch, cluster_snapshot: Snapshot, stays: bool
 ) -> None:
     def refused(*arguments: object) -> str:
         raise UserError("The run is refused.")
 
-    monkeypatch.setattr(run_driver, "connected", lambda where: nullcontext(FakeCluster(snapshots=[state_seen])))
+    monkeypatch.setattr(run_driver, "connected", lambda where: nullcontext(FakeCluster(snapshots=[cluster_snapshot])))
     monkeypatch.setattr(run_driver, "_request", refused)
     with pytest.raises(UserError, match="is refused"):
         run_driver.run_tasks(Target(local=True), [], RunOptions())

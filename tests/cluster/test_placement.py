@@ -41,10 +41,10 @@ def test_the_score_chooses_among_devices_of_the_same_speed():
 
 
 def test_data_on_the_host_decide_only_between_similar_devices():
-    waiting = task(data=frozenset({"rows", "more"}))
+    candidate = task(data=frozenset({"rows", "more"}))
     has = device("z", data=frozenset({"rows"}))
-    assert where(place([waiting], [device("b"), has])) == {"a": "z"}
-    assert where(place([waiting], [device("b", 20.0), has])) == {"a": "b"}
+    assert where(place([candidate], [device("b"), has])) == {"a": "z"}
+    assert where(place([candidate], [device("b", 20.0), has])) == {"a": "b"}
 
 
 def test_a_large_slow_card_does_not_draw_everything():

@@ -122,10 +122,10 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_the_controller_is_told_what_is_here(tmp_path: Path) -> None:
-    partly_written = FakeCluster(files={"a": dict(FILES), "b": {"x": b"1"}})
+    fake = FakeCluster(files={"a": dict(FILES), "b": {"x": b"1"}})
     (tmp_path / "b").write_text("in the way")
-    outcomes = results(partly_written, {"a": tmp_path / "a", "b": tmp_path / "b"})
-    assert partly_written.fetched == {"a"}
+    outcomes = results(fake, {"a": tmp_path / "a", "b": tmp_path / "b"})
+    assert fake.fetched == {"a"}
     assert outcomes["a"] is None
     assert "holds something else" in str(outcomes["b"])
 

@@ -117,11 +117,11 @@ def test_the_job_measures_a_device_and_says_who_was_there(
     monkeypatch.setattr(kind, "Device", lambda selector: device)
     monkeypatch.setattr(kind, "Context", type("Small", (), {"of": lambda *_, tokens: mini(device)}))
     monkeypatch.setenv("WGPU_LORA_SHARE_DIR", str(tmp_path / "share"))
-    allocated = device.allocated
+    bytes_before = device.allocated
     speed = KINDS["speed"](EventWriter(io.StringIO()), seconds=0.01)
     assert speed["tokens_per_second"] > 0
     assert 0.05 < speed["joined_speedup"] < 20
-    assert (speed["beside"], device.allocated) == ([], allocated)
+    assert (speed["beside"], device.allocated) == ([], bytes_before)
     with Ledger(device_key(device.info)).changing() as entries:
         mine = LedgerEntry.of_this_process(5, "finetune out", holds=True)
         entries.append(replace(mine, pid=1, started=process_start(1) or 0))

@@ -135,9 +135,9 @@ def test_what_plans_say_about_comparing() -> None:
 
     sweep, same = planned(SweepOptions(), tasks, plans(0))
     assert (sweep.scheduler, same) == ("none", tasks)
-    sweep, compared = planned(SweepOptions(scheduler="asha"), tasks, plans(60))
+    sweep, task_options = planned(SweepOptions(scheduler="asha"), tasks, plans(60))
     assert sweep == SweepOptions(scheduler="asha", grace_period=6)
-    assert [task.options["eval_steps"] for task in compared] == [6, 3]
+    assert [task.options["eval_steps"] for task in task_options] == [6, 3]
     with pytest.raises(UserError, match="--metric eval_loss needs held-out rows, but a has none"):
         planned(SweepOptions(), tasks, plans(60, heldout=False))
     assert planned(SweepOptions(metric="loss"), tasks, plans(60, heldout=False))[0].metric == "loss"
@@ -145,8 +145,8 @@ def test_what_plans_say_about_comparing() -> None:
         planned(SweepOptions(scheduler="asha"), tasks, plans(0))
     with pytest.raises(UserError, match="--grace-period 100 leaves nothing"):
         planned(SweepOptions(scheduler="asha", grace_period=100), tasks, plans(60))
-    _, compared = planned(SweepOptions(scheduler="pbt", perturbation_interval=5), tasks, plans(60))
-    assert [(task.options["eval_steps"], task.options["save_steps"]) for task in compared] == [(5, 5), (3, 5)]
+    _, task_options = planned(SweepOptions(scheduler="pbt", perturbation_interval=5), tasks, plans(60))
+    assert [(task.options["eval_steps"], task.options["save_steps"]) for task in task_options] == [(5, 5), (3, 5)]
     with pytest.raises(UserError, match="--param --lora-r cannot be varied with --scheduler pbt"):
         planned(SweepOptions(scheduler="pbt"), [replace(task, params={"lora_r": 4}) for task in tasks], plans(60))
 

@@ -51,11 +51,11 @@ def test_the_digests_are_of_all_code_and_all_shaders(tmp_path: Path, monkeypatch
     (package / "cli" / "__pycache__" / "x.py").write_text("compiled")
     monkeypatch.setattr(assets, "asset_dir", lambda name: tmp_path / name)
     monkeypatch.setattr(node_versions, "package_files", lambda: package_files(package))
-    uncached = own_versions.__wrapped__
-    assert uncached() == own  # wherever it is
+    digest = own_versions.__wrapped__
+    assert digest() == own  # wherever it is
     shader = next(path for path in (tmp_path / "shaders").rglob("*.wgsl"))
     shader.write_bytes(shader.read_bytes() + b"\n")
-    changed = uncached()
+    changed = digest()
     assert (changed.code, changed.shaders != own.shaders) == (own.code, True)
     (package / "cluster" / "more.py").write_text("")
-    assert uncached().code != own.code
+    assert digest().code != own.code

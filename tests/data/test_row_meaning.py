@@ -131,9 +131,9 @@ CALL_TURN, FUNCTIONS = {"from": "function_call", "value": json.dumps(OLDER)}, '[
     ],
 )  # fmt: skip
 def test_calls_and_schemas_of_every_spelling_become_tool_calls_and_tools(row: dict[str, Any]) -> None:
-    normalized = normal(**row)
-    assert normalized.messages == [*chat("a"), {"role": "assistant", "content": None, "tool_calls": [CALL]}]
-    assert (normalized.tools, normalized.trained) == ([SCHEMA], {1})
+    example = normal(**row)
+    assert example.messages == [*chat("a"), {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    assert (example.tools, example.trained) == ([SCHEMA], {1})
     assert trained(row, with_template(TOOLS)) == ['<call>area({"w": 3})</call><|im_end|>']
 
 
@@ -150,11 +150,11 @@ def test_calls_and_schemas_of_every_spelling_become_tool_calls_and_tools(row: di
 )
 def test_calls_have_one_form(call: dict[str, Any], arguments: Any) -> None:
     [_, turn] = normal(messages=[*chat("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]).messages
-    [parsed] = turn["tool_calls"]
-    assert parsed["function"] == {"name": "area", "arguments": arguments}
+    [tool_call] = turn["tool_calls"]
+    assert tool_call["function"] == {"name": "area", "arguments": arguments}
     if "function" not in call:
         older = {"role": "assistant", "content": "", "function_call": call}
-        assert normal(messages=[*chat("a"), older]).messages[1]["tool_calls"][0]["function"] == parsed["function"]
+        assert normal(messages=[*chat("a"), older]).messages[1]["tool_calls"][0]["function"] == tool_call["function"]
 
 
 @pytest.mark.parametrize(
@@ -173,9 +173,9 @@ def test_schemas_of_either_form_in_functions_are_tools() -> None:
 def test_a_system_column_means_the_same_in_every_spelling_and_unused_columns_are_named(tmp_path: Path) -> None:
     for key, turn in SPELLINGS.items():
         messages = [turn(role, text, {}) for role, text in TURNS]
-        normalized = normal(**{key.strip(): messages, "system": "Be kind."})
-        assert normalized.messages[0] == {"role": "system", "content": "Be kind."}
-        assert normalized.trained == {2, 4}
+        example = normal(**{key.strip(): messages, "system": "Be kind."})
+        assert example.messages[0] == {"role": "system", "content": "Be kind."}
+        assert example.trained == {2, 4}
     rows = [
         {"prompt": "q", "completion": "a", "system": "s"},
         {"instruction": "q", "output": "a", "history": [["a", "b"]]},
@@ -193,11 +193,11 @@ def test_fields_and_roles_of_turns_are_kept() -> None:
         {"from": "observation", "value": '{"area": 9}', "name": "area"},
         {"from": "gpt", "value": "It is 9.", "reasoning_content": "3 * 3"},
     ]
-    normalized = normal(conversations=turns)
-    assert normalized.messages[0] == {"role": "user", "content": "area?", "name": "Ann"}
-    assert [call["function"]["name"] for call in normalized.messages[1]["tool_calls"]] == ["f", "g"]
-    assert normalized.messages[2] == {"role": "tool", "content": '{"area": 9}', "name": "area"}
-    assert normalized.messages[3] == {"role": "assistant", "content": "It is 9.", "reasoning_content": "3 * 3"}
+    example = normal(conversations=turns)
+    assert example.messages[0] == {"role": "user", "content": "area?", "name": "Ann"}
+    assert [call["function"]["name"] for call in example.messages[1]["tool_calls"]] == ["f", "g"]
+    assert example.messages[2] == {"role": "tool", "content": '{"area": 9}', "name": "area"}
+    assert example.messages[3] == {"role": "assistant", "content": "It is 9.", "reasoning_content": "3 * 3"}
     assert (
         normal(messages=[*chat("a"), {"role": "function", "name": "f", "content": "1"}]).messages[1]["role"] == "tool"
     )

@@ -93,11 +93,11 @@ def test_bad_rows_are_told_together_or_set_aside(tmp_path: Path) -> None:
     data = prepared(path, skip_bad_rows=True)
     assert [row.index for row in data.rows] == [0, 6]
     assert "7 examples, 2 rows, 5 bad rows skipped (lines 2, 3, 4, ...); " in data.summary()
-    rejected = [json.loads(line) for line in (skipped_rows([data.account]) or b"").splitlines()]
-    assert [row["line"] for row in rejected] == [2, 3, 4, 5, 6]
+    bad_rows = [json.loads(line) for line in (skipped_rows([data.account]) or b"").splitlines()]
+    assert [row["line"] for row in bad_rows] == [2, 3, 4, 5, 6]
     reason = "'text' is a number, but must be a string."
-    assert rejected[0] == {"data": str(path), "line": 2, "reason": reason, "content": {"text": 1}}
-    assert rejected[1]["content"] == "{"
+    assert bad_rows[0] == {"data": str(path), "line": 2, "reason": reason, "content": {"text": 1}}
+    assert bad_rows[1]["content"] == "{"
     assert skipped_rows([prepared(file_source(write_source(path)), skip_bad_rows=True).account]) is None
     path.write_text("no\n1")
     assert "of 2 rows, 2 that cannot be used (line 1: not JSON" in refused(path, skip_bad_rows=True)

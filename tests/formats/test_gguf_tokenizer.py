@@ -148,10 +148,10 @@ def sentence_piece(tokens: list[str], scores: list[float]) -> Callable[[str], li
                 break
             at = -max(joined)[1]
             pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
-        encoded: list[int] = []
+        token_ids: list[int] = []
         for piece in pieces:
-            encoded += [ids[piece]] if piece in ids else [ids[f"<0x{byte:02X}>"] for byte in piece.encode()]
-        return encoded
+            token_ids += [ids[piece]] if piece in ids else [ids[f"<0x{byte:02X}>"] for byte in piece.encode()]
+        return token_ids
 
     return encode
 
@@ -306,8 +306,8 @@ def test_transformers_reads_the_same(tmp_path: Path, kind: str) -> None:
         if kind == "llama" and (text.startswith((" ", "▁")) or any(s in text for s in ("<s>", "</s>", "<unk>"))):
             continue  # transformers puts no space before a text that begins with one, nor after special tokens
         # theirs leaves NFC out, which Qwen's tokenizer.json has
-        normalized = unicodedata.normalize("NFC", text) if kind == "demo" else text
-        assert ours.encode(text) == theirs(normalized, add_special_tokens=False).input_ids, text
+        nfc_text = unicodedata.normalize("NFC", text) if kind == "demo" else text
+        assert ours.encode(text) == theirs(nfc_text, add_special_tokens=False).input_ids, text
 
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
@@ -466,16 +466,16 @@ def test_kinds_ends_and_templates(tmp_path: Path) -> None:
     edit(model / "generation_config.json", eos_token_id=[4093, 4097, 4098, 99999])
     (model / "additional_chat_templates").mkdir()
     (model / "additional_chat_templates" / "tool_use.jinja").write_text("{% generation %}x{%- endgeneration %}")
-    exported = vocabulary(model)
-    assert exported.kinds[4093:] == [3, 3, 3, 3, 4, 3, 5]
-    assert exported.tokens[4099] == "[PAD4099]"
-    assert exported.special == {"eos": 4093, "eot": 4095, "eom": 4097, "pad": 4093}
-    assert exported.notes == [
+    gguf_vocabulary = vocabulary(model)
+    assert gguf_vocabulary.kinds[4093:] == [3, 3, 3, 3, 4, 3, 5]
+    assert gguf_vocabulary.tokens[4099] == "[PAD4099]"
+    assert gguf_vocabulary.special == {"eos": 4093, "eot": 4095, "eom": 4097, "pad": 4093}
+    assert gguf_vocabulary.notes == [
         "llama.cpp keeps spaces next to <stop>, which this tokenizer removes.",
         "llama.cpp does not stop at <stop>: pass them as stop strings.",
     ]
     export_model(model, tmp_path / "model.gguf")
     facts, _ = read(tmp_path / "model.gguf")
-    assert facts["tokenizer.chat_template.tool_use"] == exported.templates["tool_use"] == "{# #}x{#- #}"
+    assert facts["tokenizer.chat_template.tool_use"] == gguf_vocabulary.templates["tool_use"] == "{# #}x{#- #}"
     assert facts["tokenizer.chat_templates"] == ["tool_use"]
     assert "<|im_start|>" in facts["tokenizer.chat_template"]

@@ -291,9 +291,9 @@ def test_texts_are_valid_within_default_limits(device: Device, dawn: Device | No
     and, except for 64-bit integers, in Tint."""
     sizes = SUBGROUP_SIZES if "subgroup" in device.features else [0]
     for text, tiling in {k: v for case in CASES[name] for size in sizes for k, v in texts(case, size).items()}.items():
-        for opened in (device, dawn):
-            if opened and (opened is device or "u64" not in text):
-                opened.webgpu.module(opened.raw, text, f"{name} {tiling}", checked=True)
+        for gpu in (device, dawn):
+            if gpu and (gpu is device or "u64" not in text):
+                gpu.webgpu.module(gpu.raw, text, f"{name} {tiling}", checked=True)
         assert text.count("var<storage") <= 8
         # && and || skip their right side in some lanes, of which others then read undefined values (on NVIDIA)
         assert not re.search(r"(&&|\|\|)[^;{}]*\bsubgroup[A-Z]", text)

@@ -33,9 +33,9 @@ def everything_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def result(kernel: Any, arrays: Arrays, constants: dict[str, Any]) -> Arrays:
     """The arrays, with what the reference writes."""
-    computed = kernel(**{n: as_float64(arrays[n]) if n in arrays else None for n in kernel.bindings}, **constants)
+    output = kernel(**{n: as_float64(arrays[n]) if n in arrays else None for n in kernel.bindings}, **constants)
     outputs = [n for n in kernel.outputs if n in arrays]
-    values = computed if isinstance(computed, tuple) else (computed,)
+    values = output if isinstance(output, tuple) else (output,)
     return arrays | {n: np.asarray(v).reshape(arrays[n].shape) for n, v in zip(outputs, values, strict=True)}
 
 

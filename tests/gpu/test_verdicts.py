@@ -85,8 +85,8 @@ def test_a_wrong_default_is_reported_and_another_tiling_used(
     assert program.dispatches[0].tiling == second
     release(device, program.persistent_storages())
     (file,) = tmp_path.glob("*.json")
-    stored = json.loads(file.read_text())
-    assert [verdict["right"] for verdict in stored["verdicts"].values()] == [True]  # wrong ones are checked again
+    contents = json.loads(file.read_text())
+    assert [verdict["right"] for verdict in contents["verdicts"].values()] == [True]  # wrong ones are checked again
     choices = Tuner(device, directory=tmp_path / "tuned").tune([product(device, k=24)[0]])
     assert first not in choices.values()
 
@@ -187,8 +187,8 @@ def test_kernels_that_are_not_tuned_are_checked_in_their_first_run(
     never = sums(device)
     with pytest.warns(DeviceWarning), pytest.raises(WrongResults, match="gets sum_by_slot wrong in every"):
         never.run()
-    for program_ in (program, again, never):
-        release(device, program_.persistent_storages())
+    for recording in (program, again, never):
+        release(device, recording.persistent_storages())
 
 
 def test_the_command_line_warns_or_refuses(

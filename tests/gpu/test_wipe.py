@@ -58,7 +58,7 @@ def test_one_byte_that_is_not_zero_is_found(fresh: Device, monkeypatch: pytest.M
 
 
 def test_buffers_are_wiped_before_they_are_freed(fresh: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    untouched, freed = filled(fresh, 512, "another model"), filled(fresh, 64)
+    other_model, freed = filled(fresh, 512, "another model"), filled(fresh, 64)
     fresh.free(freed)
     buffer, contents = filled(fresh, 1024), []
     with Wiper(fresh) as wiper:
@@ -66,12 +66,12 @@ def test_buffers_are_wiped_before_they_are_freed(fresh: Device, monkeypatch: pyt
             patch.setattr(fresh.live, "discard", lambda b: contents.append(fresh.read(b).any()))
             fresh.free(buffer)
         fresh.live.discard(buffer)
-        remaining = filled(fresh, 256)
+        live_buffer = filled(fresh, 256)
         report = wiper.wipe()
     assert contents == [False]
     assert (report.buffers, report.bytes, report.verified) == (2, 1024 + 256, True)
-    assert fresh.read(untouched).all()  # it was there before
-    assert not fresh.read(remaining).any()
+    assert fresh.read(other_model).all()  # it was there before
+    assert not fresh.read(live_buffer).any()
     assert fresh.before_free is None
 
 

@@ -206,7 +206,7 @@ def test_log_probabilities_are_those_of_a_full_pass(
     expected = logits.astype(np.float64)
     expected -= np.log(np.exp(expected).sum(axis=1, keepdims=True))
     logprobs = [*(outputs[0].prompt_logprobs or []), *(output.logprobs for output in outputs)]
-    assert [one.token for one in logprobs] == whole[1:].tolist()
+    assert [item.token for item in logprobs] == whole[1:].tolist()
     for entry, row in zip(logprobs, expected, strict=False):
         assert entry.logprob == pytest.approx(row[entry.token], abs=1e-4)
         best = np.argsort(-row, kind="stable")[:3]

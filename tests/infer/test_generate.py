@@ -112,8 +112,8 @@ def test_a_batch_with_different_slots_equals_each_alone(mistral, prompts, temper
     slots, options = [None, 0, 1], {"max_new_tokens": 8, "temperature": temperature, "top_p": 0.9, "seed": 5}
     events = []
     together = generator.generate(prompts, slots, **options, on_token=lambda *event: events.append(event))
-    seeded = [result.token_ids for result in generator.generate(prompts, slots, **{**options, "seed": 6})]
-    assert ([result.token_ids for result in together] == seeded) == (not temperature)
+    other_seed = [result.token_ids for result in generator.generate(prompts, slots, **{**options, "seed": 6})]
+    assert ([result.token_ids for result in together] == other_seed) == (not temperature)
     for i, (prompt, slot, result) in enumerate(zip(prompts, slots, together, strict=True)):
         assert generator.generate([prompt], [slot], **options)[0].token_ids == result.token_ids
         assert [token for number, token in events if number == i] == result.token_ids

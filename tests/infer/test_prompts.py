@@ -88,9 +88,9 @@ def test_an_answer_streams(model: LoadedModel, workspace: Path, alone: dict[str,
     assert model.device.allocated == before  # nothing happens before the first piece is asked for
     first = next(pieces)
     assert model.device.allocated > before
-    remaining = list(pieces)
-    assert len(remaining) >= 2
-    assert first + "".join(remaining) == alone["a"][0]
+    tail = list(pieces)
+    assert len(tail) >= 2
+    assert first + "".join(tail) == alone["a"][0]
     for piece in wgpu_lora.generate(model, PROMPTS[0], stream=True):
         assert piece
         break

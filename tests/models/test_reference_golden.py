@@ -229,8 +229,8 @@ def test_peft_loads_a_converted_pissa(monkeypatch, tmp_path):
     back = halve_rank(double_rank(config), 5)
     assert (back.r, back.lora_alpha) == (3, 5)
     pairs = {m: (tensors[tensor_name(m, "A")], tensors[tensor_name(m, "B")]) for m in want}
-    own, remaining = split_offset(pairs)
+    own, tail = split_offset(pairs)
     for module, (a, b) in own.items():
-        a0, b0 = remaining[module]
+        a0, b0 = tail[module]
         np.testing.assert_array_equal(np.concatenate([a, a0]), pairs[module][0])
         np.testing.assert_array_equal(np.concatenate([b, b0], axis=1), pairs[module][1])

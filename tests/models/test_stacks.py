@@ -94,10 +94,10 @@ class Result:
         arena = Arena(device, program.plan().sizes)
         program.build(arena)
         program.run()
-        self.found = {name: device.read(t.storage.buffer).view(np.float32) for name, t in (("y", y), ("dx", dx))}
+        self.outputs = {name: device.read(t.storage.buffer).view(np.float32) for name, t in (("y", y), ("dx", dx))}
         for slot in range(len(SLOTS)):
             for module, pair in adapters.read(device, slot, adapters.grads).items():
-                self.found |= {f"{slot} {module}.{part}": m for part, m in zip("AB", pair, strict=True)}
+                self.outputs |= {f"{slot} {module}.{part}": m for part, m in zip("AB", pair, strict=True)}
         self.names = [step.kernel.name for step in program.dispatches]
         self.stacked = [step.constants.get("stacked", False) for step in program.dispatches]
         arena.free()
@@ -124,10 +124,10 @@ def test_stacks(
     assert any(together.stacked)
     assert not any(alone.stacked)
     assert len(together.names) < len(alone.names)
-    assert together.found.keys() == alone.found.keys()
-    for name, want in alone.found.items():
+    assert together.outputs.keys() == alone.outputs.keys()
+    for name, want in alone.outputs.items():
         assert (want != 0).any(), name
-        assert nmse(together.found[name], want) < close, name
+        assert nmse(together.outputs[name], want) < close, name
 
 
 def test_a_stack_of_adapters_that_exceeds_a_binding_is_modules_apart() -> None:

@@ -249,8 +249,8 @@ def test_a_step_leaves_nan_in_its_sequence(device: Device, rng: np.random.Genera
     spoiled[name][0 if name in ("inputs", "state") else 1] = np.nan  # of sequence 0
     clean, bad = net.run(values, spoiled)
     for out, row in (("y", 1), ("inputs", 0), ("state", 0)):
-        unaffected = [np.delete(v[out], row, axis=0) for v in (clean, bad)]
-        assert unaffected[0].tobytes() == unaffected[1].tobytes()
+        rows_outside = [np.delete(v[out], row, axis=0) for v in (clean, bad)]
+        assert rows_outside[0].tobytes() == rows_outside[1].tobytes()
     assert not np.isfinite(bad["y"][1]).all()
 
 
@@ -263,6 +263,6 @@ def test_nan_stays_in_its_sequence(device: Device, rng: np.random.Generator, nam
     clean, bad = net.run(values, spoiled)
     inside = slice(3, 73)
     for out in ("y", *(f"d{n}" for n in SHAPES)):
-        unaffected = [np.delete(v[out], inside, axis=0) for v in (clean, bad)]
-        assert unaffected[0].tobytes() == unaffected[1].tobytes()
+        rows_outside = [np.delete(v[out], inside, axis=0) for v in (clean, bad)]
+        assert rows_outside[0].tobytes() == rows_outside[1].tobytes()
     assert not np.isfinite(bad["dx"][inside]).all()

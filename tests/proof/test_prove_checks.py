@@ -174,7 +174,7 @@ DIVERGED = SimpleNamespace(stop_reason="non-finite", state=SimpleNamespace(step=
 
 
 @pytest.mark.parametrize(
-    ("losses", "changes", "leaked", "want"),
+    ("losses", "changes", "overlap", "want"),
     [
         (FALLING, {}, 0, "passed"),
         (FALLING, {"heldout": 0.99}, 0, "failed"),
@@ -189,8 +189,8 @@ DIVERGED = SimpleNamespace(stop_reason="non-finite", state=SimpleNamespace(step=
         (FALLING, {"record": None, "code": 1}, 0, "not run"),
     ],
 )
-def test_losses(losses: list[float], changes: dict[str, Any], leaked: int, want: str) -> None:
-    assert status(losses_fall, training=training(losses, **changes), leaked_rows=(leaked, 8)) == want
+def test_losses(losses: list[float], changes: dict[str, Any], overlap: int, want: str) -> None:
+    assert status(losses_fall, training=training(losses, **changes), leaked_rows=(overlap, 8)) == want
 
 
 @pytest.mark.parametrize("key", ["loss", "grad_norm"])
@@ -266,7 +266,7 @@ CHECKED: list[dict[str, Any]] = [{"messages": MESSAGES, "check": "assert f()"}] 
 
 
 @pytest.mark.parametrize(
-    ("rows", "before", "after", "leaked", "want"),
+    ("rows", "before", "after", "overlap", "want"),
     [
         (CHECKED, 0, 9, 0, "passed"),
         (CHECKED, 3, 3, 0, "failed"),
@@ -283,7 +283,7 @@ def test_answers(
     rows: list[dict[str, Any]],
     before: int,
     after: int,
-    leaked: int,
+    overlap: int,
     want: str,
 ) -> None:
     file = tmp_path / "heldout.jsonl"
@@ -298,7 +298,7 @@ def test_answers(
         return CheckResult("passed" if text == "right" else "failed", "", True)
 
     monkeypatch.setattr("wgpu_lora.proof.checks.run_check", run_check)
-    proof = {"args": TrainingArguments(eval_data=str(file)), "leaked_rows": (leaked, 10), "allow_unconfined": False}
+    proof = {"args": TrainingArguments(eval_data=str(file)), "leaked_rows": (overlap, 10), "allow_unconfined": False}
     proof |= {"used": lambda: [0], "trained": lambda: training([1.0] * 20), "children": SimpleNamespace(run=run)}
     assert status(answers_pass_their_checks, **proof) == want
 

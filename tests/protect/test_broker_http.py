@@ -394,7 +394,7 @@ def test_what_a_broker_cannot_listen_with(
 KEY = SigningKey.generate().public
 
 
-def client_of(
+def mock_client(
     handle: Callable[[httpx.Request], httpx.Response],
 ) -> tuple[BrokerClient, list[httpx.Request], list[float]]:
     """A client whose requests `handle` answers, the requests, and the pauses between them."""
@@ -461,7 +461,7 @@ ANSWERS = [
 def test_any_other_answer_is_an_error_of_one_sentence() -> None:
     for answer in ANSWERS:
         for ask in (lambda client: client.nonce(), lambda client: client.release(b"evidence")):
-            client, requests, _ = client_of(lambda _, answer=answer: answer)
+            client, requests, _ = mock_client(lambda _, answer=answer: answer)
             with pytest.raises(UserError) as caught:
                 ask(client)
             assert len(requests) == 1
@@ -474,7 +474,7 @@ def test_any_other_answer_is_an_error_of_one_sentence() -> None:
             read.append(1 << 16)
             yield bytes(1 << 16)
 
-    client, _, _ = client_of(lambda _: httpx.Response(200, content=parts()))
+    client, _, _ = mock_client(lambda _: httpx.Response(200, content=parts()))
     with pytest.raises(UserError, match="over 262,144 bytes"):
         client.nonce()
     assert sum(read) <= MAX_ANSWER + (1 << 17)
@@ -482,7 +482,7 @@ def test_any_other_answer_is_an_error_of_one_sentence() -> None:
 
 def test_a_busy_broker_is_asked_again_but_evidence_is_sent_once() -> None:
     answers = [httpx.Response(503), httpx.Response(429), httpx.Response(200, json={"nonce": "n" * 43})]
-    client, requests, pauses = client_of(lambda _: answers[len(requests) - 1])
+    client, requests, pauses = mock_client(lambda _: answers[len(requests) - 1])
     assert client.nonce() == "n" * 43
     assert pauses == [0.5, 1.0]
 
@@ -490,14 +490,14 @@ def test_a_busy_broker_is_asked_again_but_evidence_is_sent_once() -> None:
         raise httpx.ReadError("lost")
 
     for ask, arguments, tries in (("release", [b"evidence"], 1), ("report", [b"progress"], 2), ("nonce", [], TRIES)):
-        client, requests, _ = client_of(lose)
+        client, requests, _ = mock_client(lose)
         with pytest.raises(UserError, match=r"cannot be reached \(lost\)"):
             getattr(client, ask)(*arguments)
         assert len(requests) == tries
     failures = [{"rule": "nonce", "expected": "one", "found": "another"}]
     for status in (503, 403):
         body = json.dumps({"error": "Refused: ask again.", "failures": failures})
-        client, requests, _ = client_of(lambda _, status=status, body=body: httpx.Response(status, content=body))
+        client, requests, _ = mock_client(lambda _, status=status, body=body: httpx.Response(status, content=body))
         with pytest.raises(UserError) as caught:
             client.release(b"evidence")
         assert caught.value.lines == ["Refused: ask again.", "nonce: expected one, found another"]

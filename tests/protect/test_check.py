@@ -183,11 +183,11 @@ def test_a_file_that_the_log_does_not_name_is_found(run: Made) -> None:
 
 def test_a_log_signed_anew_by_somebody_else_is_only_claimed(fresh: Path) -> None:
     attacker = DataOwner(data=OWNER.data)  # has a broker's key of its own
-    forged = make_run(fresh, attacker)
-    result = checked(forged)
+    forgery = make_run(fresh, attacker)
+    result = checked(forgery)
     assert not result.verified
     assert sum("not signed by this broker's key" in message for message in result.failures) == 2
-    alone = check(forged.directory, adapter=forged.adapter)
+    alone = check(forgery.directory, adapter=forgery.adapter)
     assert alone.verified
     assert any("attested to a broker: no broker's key was given" in message for message in alone.claimed)
 
@@ -202,9 +202,9 @@ def test_another_policy_than_the_releases_is_not_accepted(run: Made) -> None:
 
 
 def test_a_killed_run_has_no_end_and_its_next_session_says_so(fresh: Path) -> None:
-    killed_run = make_run(fresh, OWNER, sessions=1, end="")
-    (killed_run.directory / "best.tar.age").write_bytes(b"half")
-    result = checked(killed_run)
+    protected_run = make_run(fresh, OWNER, sessions=1, end="")
+    (protected_run.directory / "best.tar.age").write_bytes(b"half")
+    result = checked(protected_run)
     assert result.end is None
     assert result.failures == ["the run has no end: it was killed, is still running, or the end of its log was cut off"]
     assert any(message.startswith("best.tar.age: a killed session") for message in result.claimed)

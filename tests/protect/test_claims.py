@@ -128,12 +128,12 @@ def test_a_quote_binds_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(tpm, "verify", verify)
     evidence = claims.attest(CLAIMS, KEYS)
-    parsed = claims.read_evidence(evidence)
-    assert parsed.claims["level"] == "quoted"
-    assert parsed.quote is not None
-    assert digests == [bytes.fromhex(claims.digest(parsed.claims))]
+    claim_evidence = claims.read_evidence(evidence)
+    assert claim_evidence.claims["level"] == "quoted"
+    assert claim_evidence.quote is not None
+    assert digests == [bytes.fromhex(claims.digest(claim_evidence.claims))]
     refused(
-        signed({"claims": {**parsed.claims, "iat": 1}, "quote": dsse.peek(evidence)["predicate"]["quote"]}),
+        signed({"claims": {**claim_evidence.claims, "iat": 1}, "quote": dsse.peek(evidence)["predicate"]["quote"]}),
         "other claims",
     )
 

@@ -47,8 +47,8 @@ def test_another_key_a_swapped_payload_or_a_second_signature_is_refused() -> Non
     other = json.loads(dsse.sign({**SAID, "predicate": {"a": 1}}, OURS))
     mine = json.loads(SIGNED)
     refused(json.dumps({**mine, "payload": other["payload"]}, separators=(",", ":")).encode(), "does not fit")
-    doubled = {**mine, "signatures": mine["signatures"] + json.loads(dsse.sign(SAID, OTHER))["signatures"]}
-    refused(json.dumps(doubled, separators=(",", ":")).encode(), "exactly one")
+    envelope = {**mine, "signatures": mine["signatures"] + json.loads(dsse.sign(SAID, OTHER))["signatures"]}
+    refused(json.dumps(envelope, separators=(",", ":")).encode(), "exactly one")
     refused(json.dumps({**mine, "signatures": []}, separators=(",", ":")).encode(), "exactly one")
 
 

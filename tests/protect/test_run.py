@@ -64,7 +64,7 @@ class Ward:
         self.hospital, self._device, self.monkeypatch = Hospital(place), device, monkeypatch
         self.place, self.owner = place, self.hospital.owner
         self.hospital.policy(place / "train.jsonl.age")
-        self.said: list[tuple[str, str]] = []
+        self.messages: list[tuple[str, str]] = []
 
     def moved(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> Ward:
         """A copy of all files, anchors too."""
@@ -74,7 +74,7 @@ class Ward:
         clone = copy.copy(self)
         clone.hospital, clone.owner = copy.copy(self.hospital), copy.copy(self.owner)
         clone.place = clone.hospital.place = place
-        clone.monkeypatch, clone.said, clone.hospital.owner = monkeypatch, [], clone.owner
+        clone.monkeypatch, clone.messages, clone.hospital.owner = monkeypatch, [], clone.owner
         clone.owner.move(place)
         return clone
 
@@ -91,7 +91,7 @@ class Ward:
         model = open_model(OPTIONS["model"], self._device, "nf4")
         try:
             return protected_run.finetune_protected(
-                jobs.read_job(path), model=model, say=lambda *text: self.said.append(text), **options
+                jobs.read_job(path), model=model, say=lambda *text: self.messages.append(text), **options
             )
         finally:
             model.unload()
@@ -396,7 +396,7 @@ def test_leftovers_of_a_killed_session_are_found(ward: Ward) -> None:
     leftovers = next(entry for entry in read_log(place / "evidence.jsonl") if entry.stage == "leftovers")
     assert len(leftovers.facts["files"]) == 2
     assert leftovers.facts["log_bytes"] == 10
-    assert "leftovers" in dict(ward.said)
+    assert "leftovers" in dict(ward.messages)
     assert not list(place.rglob("*.tmp"))
     assert ward.check().failures == []
 
@@ -435,7 +435,7 @@ def test_a_killed_session_that_left_only_checkpoints_is_noticed(ward: Ward) -> N
     for path in (ward.place / "job").glob("*.tmp"):
         path.unlink()
     ward.train(resume=True)
-    assert "wiped nothing" in dict(ward.said)["leftovers"]
+    assert "wiped nothing" in dict(ward.messages)["leftovers"]
     assert "leftovers" in ward.stages()
     assert ward.check().failures == []
 
@@ -470,8 +470,8 @@ def test_bad_rows_are_named_by_place_and_sealed(ward: Ward) -> None:
         ward.train()
     assert SECRET not in str(refused.value.lines)
     ward.train("again", ward.hospital.job("again", URL, skip_bad_rows=True))
-    skipped = unseal_bytes((ward.place / "again" / "skipped_rows.jsonl.age").read_bytes(), ward.owner.data)
-    assert SECRET.encode() in skipped
+    skipped_rows = unseal_bytes((ward.place / "again" / "skipped_rows.jsonl.age").read_bytes(), ward.owner.data)
+    assert SECRET.encode() in skipped_rows
     assert ward.check("again").failures == []
     pieces = Pieces()
     pieces.text("the note", SECRET * 2)
@@ -539,7 +539,7 @@ def test_a_broker_that_cannot_be_reached_meanwhile_is_noted(ward: Ward) -> None:
 
     ward.monkeypatch.setattr(Broker, "progress", fail)
     assert ward.train().run.outcome == "finished"
-    assert "the broker was not told" in dict(ward.said)["note"]
+    assert "the broker was not told" in dict(ward.messages)["note"]
 
 
 def test_a_session_ends_when_the_broker_refuses_its_reports(ward: Ward) -> None:

@@ -375,8 +375,8 @@ def test_armored_files() -> None:
                 assert output.getvalue() == DATA[:100]
                 assert armored[at : at + 1].isspace(), at
     lines = armored.splitlines(keepends=True)
-    for remaining in (lines[:-1], lines[1:], lines[:2] + lines[3:], lines[:2] + lines[1:], lines[:-2] + lines[-1:]):
-        refused(b"".join(remaining), DATA[:100])
+    for part in (lines[:-1], lines[1:], lines[:2] + lines[3:], lines[:2] + lines[1:], lines[:-2] + lines[-1:]):
+        refused(b"".join(part), DATA[:100])
     refused(armored + armored, DATA[:100])
     refused(armored + b"x", DATA[:100])
 

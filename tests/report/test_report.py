@@ -48,9 +48,9 @@ def test_two_runs_on_one_page(runs: Path, tmp_path: Path, capsys: pytest.Capture
     assert facts["adapter_sha256"] in page.text
     order = [page.text.index(text) for text in ("Differences", "--learning-rate", "Losses", "Loss", "Record")]
     assert order == sorted(order)
-    names = {*PLOTS} - {"Reward", "Entropy", "Length of completions"}  # of runs that sample
-    assert {*names, "not measured"} == set(page.text) & {*PLOTS, "not measured"}
-    assert len(page.views) == len(names) * 7  # four axes, of which three are logarithmic too
+    plot_names = {*PLOTS} - {"Reward", "Entropy", "Length of completions"}  # of runs that sample
+    assert {*plot_names, "not measured"} == set(page.text) & {*PLOTS, "not measured"}
+    assert len(page.views) == len(plot_names) * 7  # four axes, of which three are logarithmic too
     assert len({view for view in page.views if "linear" in view}) == 4
 
 
@@ -100,9 +100,9 @@ def test_a_fact_of_one_run_alone_moves_no_other(runs: Path, tmp_path: Path) -> N
     missing = {"held-out loss, before rounding": "not measured"}
     for order in ([first, second], [second, first]):
         head, rows = table(order, losses)
-        losses_of = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
-        assert losses_of[second.name] == {"run": second.name, **losses(second)}
-        assert losses_of[first.name] == {"run": first.name, **losses(first), **missing}
+        losses_by_name = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+        assert losses_by_name[second.name] == {"run": second.name, **losses(second)}
+        assert losses_by_name[first.name] == {"run": first.name, **losses(first), **missing}
 
 
 def test_a_run_of_an_earlier_version(runs: Path, tmp_path: Path) -> None:

@@ -74,27 +74,27 @@ def test_turns_behind_calls(family: str, tmp_path: Path) -> None:
     call = {"hermes": '<tool_call>{"name": "add", "arguments": {"a": 20}}</tool_call>',
             "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 20}}]',
             "llama": '{"name": "add", "parameters": {"a": 20}}'}[family]  # fmt: skip
-    turns_of = ToolTurns(tools(tmp_path, "add"), tokenizer, most=1)
+    tool_turns = ToolTurns(tools(tmp_path, "add"), tokenizer, most=1)
     turns: list[dict[str, Any]] = []
     stop = tokenizer.token_id("<|im_end|>")
     assert stop is not None
-    more = turns_of.follow(turns, [*tokenizer.encode(call), stop], True)
+    more = tool_turns.follow(turns, [*tokenizer.encode(call), stop], True)
     expected = "\n<|im_start|>tool\n21<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(more, skip_special_tokens=False) == expected
     assert [turn["role"] for turn in turns] == ["assistant", "tool"]
     assert turns[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 20}}
     assert turns[1]["content"] == "21"
-    assert turns_of.follow(turns, [*tokenizer.encode(call), stop], True) == []  # beyond `most`
+    assert tool_turns.follow(turns, [*tokenizer.encode(call), stop], True) == []  # beyond `most`
     for arguments in ("[20]", '"20"', "null", '"{"'):
         odd, wrong = call.replace('{"a": 20}', arguments), list[dict[str, Any]]()
-        assert turns_of.follow(wrong, [*tokenizer.encode(odd), stop], True)
+        assert tool_turns.follow(wrong, [*tokenizer.encode(odd), stop], True)
         assert wrong[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {}}
         assert "not a JSON object" in wrong[1]["content"]
-    assert turns_of.counts() == (5, 4)
-    assert turns_of.follow(turns, tokenizer.encode("It is 21."), False) == []
+    assert tool_turns.counts() == (5, 4)
+    assert tool_turns.follow(turns, tokenizer.encode("It is 21."), False) == []
     assert turns[-1] == {"role": "assistant", "content": "It is 21."}
-    assert turns_of.counts() == (0, 0)
-    turns_of.close()
+    assert tool_turns.counts() == (0, 0)
+    tool_turns.close()
 
 
 def test_a_run_with_tools(tmp_path: Path) -> None:

@@ -60,9 +60,9 @@ def test_calls_are_the_same_in_any_pieces(form: ToolFormat, text: str, content: 
     pieces = [parser.push(text[at : at + size]) for at in range(0, len(text), size)]
     pieces.append(parser.push("", last=True))
     assert "".join(piece for piece, _ in pieces).strip() == content.strip()
-    parsed = [call for _, some in pieces for call in some]
-    assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in parsed] == calls
-    assert len({call["id"] for call in parsed}) == len(parsed)
+    tool_calls = [call for _, some in pieces for call in some]
+    assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in tool_calls] == calls
+    assert len({call["id"] for call in tool_calls}) == len(tool_calls)
 
 
 @pytest.mark.parametrize("stream", [False, True])

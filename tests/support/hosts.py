@@ -267,15 +267,15 @@ def drivers_here() -> list[Path | None]:
 
 def environment(token: str, driver: Path | None, tmp: Path) -> dict[str, str]:
     """Of the commands on a host whose temporary directory is `tmp`."""
-    inherited = {
+    environ = {
         name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTEST", "WGPU_LORA_"))
     }
     python = str(Path(sys.executable).parent)
     variables = {
         "HOME": str(tmp / "home"),
         "TMPDIR": str(tmp),
-        "PATH": os.pathsep.join([python, inherited.get("PATH", os.defpath)]),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])]),
+        "PATH": os.pathsep.join([python, environ.get("PATH", os.defpath)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [environ.get("PYTHONPATH")])]),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token,
         **{f"WGPU_LORA_{name.upper()}_DIR": str(tmp / name) for name in ("cluster", "share", "data")},
@@ -285,4 +285,4 @@ def environment(token: str, driver: Path | None, tmp: Path) -> dict[str, str]:
         "WGPU_LORA_NO_CHECK": "1",
     }
     drivers = {} if driver is None else {"VK_DRIVER_FILES": str(driver)}
-    return {**inherited, **QUIET, **QUICK, **variables, **drivers}
+    return {**environ, **QUIET, **QUICK, **variables, **drivers}

@@ -86,15 +86,15 @@ class Pieces:
         files are searched, too."""
         leaks = []
         for path in files_below(places):
-            reported = set[str]()
+            kinds = set[str]()
             try:
                 data = path.read_bytes()
             except FileNotFoundError:  # a lock or a socket that is gone
                 continue
             for content in (str(path).encode(), data, *_inside(data)):
                 for offset, what in self.pieces_of(content):
-                    if what not in reported:
-                        reported.add(what)
+                    if what not in kinds:
+                        kinds.add(what)
                         leaks.append(Leak(path, offset, what))
         return leaks
 

@@ -154,16 +154,16 @@ def test_a_killed_run_has_the_losses_of_its_log(tmp_path: Path, held_out: bool) 
         lines.append({"step": step, "epoch": 0.1, "loss": loss, "learning_rate": 1e-4, "tokens": 9, **times, **losses})
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo')
     dead = Process(Process.current().host, "another boot", 1, 1)
-    killed = entry(0, process=dead, outputs=[str(tmp_path)])
-    assert with_log(killed).losses == Losses()  # the directory has another run
-    (tmp_path / "tracking.json").write_text(json.dumps({"id": killed.id}))
-    logged = with_log(killed)
-    assert logged.losses == (Losses("held-out", 4.0, 3.0, 3.0) if held_out else Losses("training", 2.0, 1.0, 1.5))
-    assert (logged.steps, logged.tokens, logged.seconds) == (3, 9, 3.5)
+    dead_run = entry(0, process=dead, outputs=[str(tmp_path)])
+    assert with_log(dead_run).losses == Losses()  # the directory has another run
+    (tmp_path / "tracking.json").write_text(json.dumps({"id": dead_run.id}))
+    log_entry = with_log(dead_run)
+    assert log_entry.losses == (Losses("held-out", 4.0, 3.0, 3.0) if held_out else Losses("training", 2.0, 1.0, 1.5))
+    assert (log_entry.steps, log_entry.tokens, log_entry.seconds) == (3, 9, 3.5)
     for other in (
-        replace(killed, recorded="finished"),
-        replace(killed, outputs=[]),
-        replace(killed, outputs=["missing"]),
+        replace(dead_run, recorded="finished"),
+        replace(dead_run, outputs=[]),
+        replace(dead_run, outputs=["missing"]),
     ):
         assert with_log(other) == other
 

@@ -129,12 +129,12 @@ def same(first: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bo
 
 @pytest.fixture(params=KINDS)
 def run(request: pytest.FixtureRequest, device: Device) -> Any:
-    optimizing = Optimizing(device, MODULES, (8, 3), weight_decay=0.01, **options(request.param))
-    yield optimizing
-    optimizing.close()
+    trainer = Optimizing(device, MODULES, (8, 3), weight_decay=0.01, **options(request.param))
+    yield trainer
+    trainer.close()
 
 
-def state_of(run: Optimizing, slot: int) -> dict[str, np.ndarray]:
+def optimizer_state(run: Optimizing, slot: int) -> dict[str, np.ndarray]:
     return run.optimizer.state.read(run.device, slot)
 
 
@@ -148,19 +148,19 @@ def test_continuing_from_what_was_read(run: Optimizing, rng: np.random.Generator
         run.write(slot, values)
     for number, gradients in enumerate(steps[:2]):
         run.step(dict(enumerate(gradients)), number + 1, 1e-2)
-    weights, states = [run.read(slot) for slot in (0, 1)], [state_of(run, slot) for slot in (0, 1)]
+    weights, states = [run.read(slot) for slot in (0, 1)], [optimizer_state(run, slot) for slot in (0, 1)]
     for number, gradients in enumerate(steps[2:]):
         run.step(dict(enumerate(gradients)), number + 3, 1e-2)
-    after = [(run.read(slot), state_of(run, slot)) for slot in (0, 1)]
+    after = [(run.read(slot), optimizer_state(run, slot)) for slot in (0, 1)]
     for slot in (0, 1):
         run.optimizer.state.fill(run.device, rng)
         run.write(slot, weights[slot])
         run.optimizer.state.write(run.device, slot, states[slot])
-        assert same(state_of(run, slot), states[slot])
+        assert same(optimizer_state(run, slot), states[slot])
         for number, gradients in enumerate(steps[2:]):  # the other adapter takes no step
             run.step({slot: gradients[slot]}, number + 3, 1e-2)
         assert same(run.read(slot), after[slot][0])
-        assert same(state_of(run, slot), after[slot][1])
+        assert same(optimizer_state(run, slot), after[slot][1])
 
 
 def test_steps_that_are_not_taken(run: Optimizing, rng: np.random.Generator) -> None:
@@ -168,18 +168,18 @@ def test_steps_that_are_not_taken(run: Optimizing, rng: np.random.Generator) -> 
     for slot, rank in enumerate((8, 3)):
         run.write(slot, random_matrices(rng, rank))
     run.step({0: random_matrices(rng, 8), 1: random_matrices(rng, 3)}, 1, 1e-2)
-    before, states = run.read(0), state_of(run, 0)
+    before, states = run.read(0), optimizer_state(run, 0)
     broken = random_matrices(rng, 8)
     broken["b.B"][519, 7] = np.nan
     for gradients, rate in ((broken, 1e-2), (random_matrices(rng, 8), 100 * MAX_PARAMETER)):
-        untouched = run.read(1)
+        other_slot = run.read(1)
         reports = run.step({0: gradients, 1: random_matrices(rng, 3)}, 2, rate)
         assert not reports[0].applied
         assert reports[0].diverged == (rate > 1)
         assert same(run.read(0), before)
-        assert same(state_of(run, 0), states)
+        assert same(optimizer_state(run, 0), states)
         assert reports[1].applied == (rate < 1)
-        assert same(run.read(1), untouched) == (rate > 1)
+        assert same(run.read(1), other_slot) == (rate > 1)
     report = run.step({0: random_matrices(rng, 8)}, 2, 1e-2)[0]
     assert report.applied
     assert np.isfinite(report.grad_norm)  # gradients were zeroed
@@ -192,7 +192,7 @@ def test_what_a_checkpoint_may_hold(run: Optimizing, rng: np.random.Generator) -
         run.write(slot, random_matrices(rng, rank))
         run.step({slot: random_matrices(rng, rank)}, 1, 1e-2)
     for slot in (0, 1):
-        stored = state_of(run, slot)
+        stored = optimizer_state(run, slot)
         assert state.fault(slot, stored) is None
         assert not stored or state.fault(1 - slot, stored)
         for name, values in stored.items():
@@ -212,7 +212,7 @@ def test_what_a_checkpoint_may_hold(run: Optimizing, rng: np.random.Generator) -
 def test_the_state_of_another_kind(device: Device, rng: np.random.Generator) -> None:
     """Is never taken for its own, unless it is the same: lion, muon and sgd all keep a momentum by parameter."""
     runs = {kind: Optimizing(device, MODULES, (8,), **options(kind)) for kind in KINDS}
-    states = {kind: state_of(run, 0) for kind, run in runs.items()}
+    states = {kind: optimizer_state(run, 0) for kind, run in runs.items()}
     alike = {"lion", "muon", "sgd momentum=0.9"}
     for kind, run in runs.items():
         for other, stored in states.items():
@@ -238,7 +238,7 @@ def test_bytes_of_a_parameter(device: Device, kind: str) -> None:
 def test_small_matrices_are_not_rounded(device: Device, rng: np.random.Generator) -> None:
     """Of fewer than 4,096 values at the adapter's own rank, whatever ranks are beside it, as in bitsandbytes."""
     run = Optimizing(device, MODULES, (8, 3), optim="adamw_8bit")
-    types = [{name: values.dtype.name for name, values in state_of(run, slot).items()} for slot in (0, 1)]
+    types = [{name: values.dtype.name for name, values in optimizer_state(run, slot).items()} for slot in (0, 1)]
     run.close()
     assert {name for name, kind in types[0].items() if kind == "uint8"} == {
         f"{matrix}.{moment}" for matrix in ("a.A", "b.B") for moment in ("first_moment", "second_moment")
@@ -252,16 +252,16 @@ def test_magnitudes(device: Device, rng: np.random.Generator) -> None:
     for kind in ("adamw_8bit", "adamw_bf16", "lion"):
         run = Optimizing(device, modules, (8, 3), optim=kind, use_dora=True)
         run.optimizer.state.fill(run.device, rng)
-        stored = state_of(run, 1)
+        stored = optimizer_state(run, 1)
         shapes = {name: values.shape for name, values in stored.items() if name.startswith("a.M")}
         assert (4500,) in shapes.values()
         assert run.optimizer.state.fault(1, stored) is None
         run.optimizer.state.write(run.device, 0, {})
         run.optimizer.state.write(run.device, 1, {})
-        assert not any(values.any() for slot in (0, 1) for values in state_of(run, slot).values())
+        assert not any(values.any() for slot in (0, 1) for values in optimizer_state(run, slot).values())
         run.optimizer.state.write(run.device, 1, stored)
-        assert same(state_of(run, 1), stored)
-        assert not any(values.any() for values in state_of(run, 0).values())
+        assert same(optimizer_state(run, 1), stored)
+        assert not any(values.any() for values in optimizer_state(run, 0).values())
         run.close()
     with pytest.raises(UserError, match=r"trains the A and B of LoRA only, not a\.M: choose another optimizer"):
         Optimizing(device, modules, (8,), optim="muon", use_dora=True)

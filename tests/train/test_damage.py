@@ -312,22 +312,22 @@ def test_a_damaged_checkpoint_of_one_adapter(pipeline: Pipeline) -> None:
 
 
 def test_a_state_that_no_pipeline_has(pipeline: Pipeline) -> None:
-    recorded, path = pipeline.state, pipeline.home / STATE
-    good, request = path.read_bytes(), recorded["request"]
+    record, path = pipeline.state, pipeline.home / STATE
+    good, request = path.read_bytes(), record["request"]
     texts = [b"", b"[]", b"[" * 100_000, b"\xff", b'{"step": 1}', b"null"]
     for place in np.linspace(0, len(good) - 3, 12).astype(int):
         texts.append(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
     for text in texts:
         path.write_bytes(text)
         pipeline.refused("The pipeline's state")
-    odd = [recorded | change for change in (
-        {"step": -1}, {"step": "2"}, {"step": None}, {"steps": []}, {"steps": {**recorded["steps"], "a": 1.0}},
+    odd = [record | change for change in (
+        {"step": -1}, {"step": "2"}, {"step": None}, {"steps": []}, {"steps": {**record["steps"], "a": 1.0}},
         {"ended": {"a": 1}}, {"identity": []}, {"policy": None}, {"more": 1}, {"policy": {"last": 1}},
         {"policy": {"waited": {"0": "x"}}}, {"policy": {"unknown": 1}},
         {"request": {name: value for name, value in request.items() if name != "schedule"}},
         {"request": request | {"adapters": 3}}, {"request": request | {"batch_tokens": "64"}},
     )]  # fmt: skip
-    for state in (*odd, {name: value for name, value in recorded.items() if name != "policy"}):
+    for state in (*odd, {name: value for name, value in record.items() if name != "policy"}):
         pipeline.write(state)
         pipeline.refused("The pipeline's state")
 

@@ -263,8 +263,8 @@ def test_the_rest_at_another_temperature() -> None:
     lse = np.logaddexp.reduce(logits, 1).astype(np.float32)
 
     def supported(count: int) -> TopKLogits:
-        sampled = np.stack([top_k + rng.permutation(480)[:count] for _ in logits]) if count else np.zeros((400, 0), int)
-        ids = np.take_along_axis(order, np.hstack([np.tile(np.arange(top_k), (400, 1)), sampled]), 1)
+        samples = np.stack([top_k + rng.permutation(480)[:count] for _ in logits]) if count else np.zeros((400, 0), int)
+        ids = np.take_along_axis(order, np.hstack([np.tile(np.arange(top_k), (400, 1)), samples]), 1)
         correction = np.full(400, np.log(480 / count) if count else 0, np.float32)
         return TopKLogits(ids, np.take_along_axis(logits, ids, 1), lse, top_k, correction)
 
@@ -377,29 +377,29 @@ def scored(
     top_k = rows.ids.shape[1] - 1
     used = np.arange(top_k + 1) < top_k + (rows.target_columns == top_k)[:, None]
     ids = np.where(used, rows.ids, 0).astype(int)
-    masked = logits.copy()
+    tail_logits = logits.copy()
     for r in range(len(logits)):
-        masked[r, ids[r][used[r]]] = -np.inf
-    empty = np.isinf(masked).all(1)
+        tail_logits[r, ids[r][used[r]]] = -np.inf
+    empty = np.isinf(tail_logits).all(1)
 
     def state(by: float) -> np.ndarray:
-        top = np.where(empty, LOWEST, masked.max(1))
-        total = np.exp(by * (masked - top[:, None])).sum(1)
+        top = np.where(empty, LOWEST, tail_logits.max(1))
+        total = np.exp(by * (tail_logits - top[:, None])).sum(1)
         return np.stack([top, total, 0 * top, 0 * top], 1)
 
     def shares(by: float) -> np.ndarray:
         top, total = state(by)[:, :2].T
-        return np.exp(by * (masked - top[:, None])) / np.where(empty, 1, total)[:, None]
+        return np.exp(by * (tail_logits - top[:, None])) / np.where(empty, 1, total)[:, None]
 
-    scaled = temperature != 1 and bool(constants.get("top1") or constants.get("full"))
+    plain_state = temperature != 1 and bool(constants.get("top1") or constants.get("full"))
     slopes, values = kd_scores(
         np.take_along_axis(logits, ids, 1), rows.logprobs, rows.target_columns, weights,
         state(1 / temperature), None, None,
-        state(1.0) if scaled else None, rows=len(logits), kept=top_k, stride=64, rate=1 / temperature,
+        state(1.0) if plain_state else None, rows=len(logits), kept=top_k, stride=64, rate=1 / temperature,
         **{"kd": 1.0, "top1": 0.0, "full": 0.0, "forward": False, "reverse": False, "beta": 0.5} | constants,
     )  # fmt: skip
     gradient = values[0, : len(logits), None] * shares(1 / temperature)
-    gradient = gradient + (values[1, : len(logits), None] * shares(1.0) if scaled else 0)
+    gradient = gradient + (values[1, : len(logits), None] * shares(1.0) if plain_state else 0)
     for r in range(len(logits)):
         np.add.at(gradient[r], ids[r][used[r]], slopes[r][used[r]])
     return values[2, : len(logits)], gradient
@@ -479,10 +479,10 @@ LIVE = ("teacher", "teacher_adapter", "teacher_base_dtype", "teacher_top_k")
 
 class Rows(Events):
     def __init__(self) -> None:
-        self.seen: list[tuple[int, int]] = []
+        self.counts: list[tuple[int, int]] = []
 
     def evaluating(self, evaluating: Evaluating) -> None:
-        self.seen.append((evaluating.rows, evaluating.total))
+        self.counts.append((evaluating.rows, evaluating.total))
 
 
 def options(tmp_path: Path, **changes: Any) -> TrainingArguments:
@@ -525,8 +525,8 @@ def test_losses_are_those_of_the_live_teacher(tmp_path: Path, heldout: str, temp
     live, ours = logs
     assert any("eval_kd_loss" in line for line in live)
     assert max(line.get("kd_loss", 0.0) for line in live) > 0.01
-    for run_args, other in zip(live, ours, strict=True):
-        assert other == pytest.approx(run_args, rel=1e-4)
+    for entry, other in zip(live, ours, strict=True):
+        assert other == pytest.approx(entry, rel=1e-4)
 
 
 def test_caches_are_continued_and_count_their_rows_together(tmp_path: Path) -> None:
@@ -534,11 +534,11 @@ def test_caches_are_continued_and_count_their_rows_together(tmp_path: Path) -> N
     args = options(tmp_path, eval_data=str(random_rows(tmp_path / "held.jsonl", 3, VOCAB)))
     first = with_caches(args, tmp_path / "caches", counter)
     total = sum(TeacherCache.open(getattr(first, name) or "").rows for name in ("teacher_cache", "eval_teacher_cache"))
-    assert (counter.seen[0], counter.seen[-1]) == ((0, total), (total, total))
-    assert [rows for rows, _ in counter.seen] == sorted(rows for rows, _ in counter.seen)
+    assert (counter.counts[0], counter.counts[-1]) == ((0, total), (total, total))
+    assert [rows for rows, _ in counter.counts] == sorted(rows for rows, _ in counter.counts)
     digest = TeacherCache.open(first.teacher_cache or "").digest()
     assert with_caches(args, tmp_path / "caches", again) == first
-    assert again.seen == []
+    assert again.counts == []
     assert TeacherCache.open(first.teacher_cache or "").digest() == digest
     cached = prepare_job(first, planning=True)
     with pytest.raises(UserError, match="has no teacher that could be cached"):

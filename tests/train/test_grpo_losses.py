@@ -79,7 +79,7 @@ def test_twenty_steps_are_those_of_trl(device: Device, tmp_path: Path, name: str
     """Losses, metrics and adapters; the reference is the base model alone, and one completion is masked."""
     grpo, values = objective(**CASES[name]), golden()
     session = opened(device, tmp_path, grpo)
-    logged: dict[str, list[float]] = {}
+    curves: dict[str, list[float]] = {}
     args = TrainingArguments(adam_epsilon=EPSILON, weight_decay=0.01)
     for step in range(20):
         session.begin()
@@ -87,8 +87,8 @@ def test_twenty_steps_are_those_of_trl(device: Device, tmp_path: Path, name: str
         [report] = session.optimizer.apply(device, {0: SlotUpdate(step + 1, RATE, args)}).values()
         metrics = grpo.logged(session.totals.read_metrics(device, 0, grpo), 1)
         for key, value in {"loss": report.loss_sum, **metrics}.items():
-            logged.setdefault(key, []).append(value)
-    compared = [key for key in logged if f"{name}.{key}" in values]
+            curves.setdefault(key, []).append(value)
+    compared = [key for key in curves if f"{name}.{key}" in values]
     assert {"loss", "entropy"} <= set(compared)
     assert "kl" in compared or not CASES[name].get("beta")
     for key in compared:
@@ -96,11 +96,11 @@ def test_twenty_steps_are_those_of_trl(device: Device, tmp_path: Path, name: str
         expected = counted * values[f"{name}.{key}"]
         if key == "loss" and name == "rloo":  # to which that completion, of ratio 1, adds a constant in TRL
             expected = expected + values["advantages"][TRUNCATED] / 8
-        np.testing.assert_allclose(logged[key], expected, rtol=1e-3, atol=1e-5, err_msg=key)
+        np.testing.assert_allclose(curves[key], expected, rtol=1e-3, atol=1e-5, err_msg=key)
     drift = np.abs(values["drift"])
     lengths = [len(values[f"answer.{i}"]) for i in range(8)]
     largest = max(drift[i, :length].max() for i, length in enumerate(lengths) if i != TRUNCATED)
-    assert logged["sampling/sampling_logp_difference/max"][0] == pytest.approx(largest, rel=1e-4)
+    assert curves["sampling/sampling_logp_difference/max"][0] == pytest.approx(largest, rel=1e-4)
     for key, parts in session.adapters.read(device, 0).items():
         for part, matrix in zip(PARTS, parts, strict=False):
             matrices = values[f"{name}.final.{short_of(key)}.{part}"]
@@ -113,9 +113,9 @@ def test_only_tokens_of_high_entropy_are_trained(device: Device, tmp_path: Path)
     grpo = objective(**{k: v for k, v in CASES["entropy"].items() if k != "steps"})
     session = opened(device, tmp_path, grpo)
     groups = groups_of(grpo, "entropy")
-    weighted = [group for group in groups if group.weight]
+    active = [group for group in groups if group.weight]
     entropies = []
-    for group in weighted:  # each alone, with all other tokens out of the loss
+    for group in active:  # each alone, with all other tokens out of the loss
         sums = []
         for token in range(len(group.inputs)):
             labels = group.segments[0].labels.copy()
@@ -128,7 +128,7 @@ def test_only_tokens_of_high_entropy_are_trained(device: Device, tmp_path: Path)
             session.accumulate([token_group])
             sums.append(session.totals.read_metrics(device, 0, grpo)["entropy"])
         entropies.append(np.array(sums))
-    for group, mask in zip(weighted, grpo.kept(entropies), strict=True):
+    for group, mask in zip(active, grpo.kept(entropies), strict=True):
         group.inputs[:, KEPT] = mask
     session.begin()
     session.accumulate(groups)

@@ -170,16 +170,16 @@ def test_what_is_restored(device: Device, rng: np.random.Generator, saving: Savi
     program, rows, cols = Program(device), 6, 2 * BLOCK + 8
     x = persistent((rows, cols), "f32", "base", "x")
     out = persistent((rows, cols), "f32", "base", "out")
-    stored = program.temp((rows, cols), name="kept")
-    program.dispatch(copy, x, stored, size=x.size)
+    duplicate = program.temp((rows, cols), name="kept")
+    program.dispatch(copy, x, duplicate, size=x.size)
     for _ in range(3):  # what passes between the forward and the backward pass
         program.dispatch(copy, x, out, size=x.size)
     forward = len(program.dispatches)
-    program.dispatch(add_forward, stored, out, out, size=x.size)
-    store(program, {stored.storage: [stored]}, forward, saving)
+    program.dispatch(add_forward, duplicate, out, out, size=x.size)
+    store(program, {duplicate.storage: [duplicate]}, forward, saving)
     plan, spans = program.plan(), program.lifetimes()
     assert bool(program.plan(on_host=True).sizes) == saving.offload
-    assert spans[stored.storage][1] < forward, "it is not kept itself"
+    assert spans[duplicate.storage][1] < forward, "it is not kept itself"
     values = rng.standard_normal((rows, cols), np.float32) * np.float32([[1e-30], [1e-8], [0], [1], [7e4], [1e30]])
     allocate(device, {x.storage, out.storage} | program.persistent_storages())
     arena = Arena(device, plan.sizes, program.plan(on_host=True).sizes)

@@ -70,8 +70,8 @@ def scored_by(
     weights, losses, margins = weights.copy(), np.zeros(size), np.zeros(size)
     for g in np.flatnonzero(group_weights):
         spans, base = members.reshape(size, 2, 2)[g].astype(int), reference.reshape(size, 2)[g]
-        preferred, rejected = (logprobs[start:stop].sum() for start, stop in spans)
-        margins[g] = scale * ((preferred - rejected) - (base[0] - base[1]))
+        chosen, rejected = (logprobs[start:stop].sum() for start, stop in spans)
+        margins[g] = scale * ((chosen - rejected) - (base[0] - base[1]))
         losses[g] = values[g] * np.log1p(np.exp(-margins[g]))
         for sign, (start, stop) in zip((1, -1), spans, strict=True):
             weights[start:stop] = sign * group_weights[g] * values[g] * scale / (1 + np.exp(margins[g]))

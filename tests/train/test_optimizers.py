@@ -190,11 +190,11 @@ def test_values_that_no_state_can_have(
     monkeypatch.setattr(Momentum, "state", (State("momentum"), State("updates", dtype, 2, least=0.0)))
     run = job(tmp_path / "a")
     run.session.allocate()
-    state_of = run.session.optimizer.state
+    optimizer_state = run.session.optimizer.state
     own = run.session.device
-    stored = state_of.read(own, 0)
+    stored = optimizer_state.read(own, 0)
     run.session.close()
-    assert state_of.fault(0, stored) is None
+    assert optimizer_state.fault(0, stored) is None
     (name, *_) = (name for name in stored if name.endswith(".updates"))
     for value, message in (
         (np.nan, "that are not finite"),
@@ -203,4 +203,4 @@ def test_values_that_no_state_can_have(
         (2.0, None),
     ):
         stored[name][-1, -1] = np.float32(value).view(np.uint32) >> 16 if dtype == "bf16" else value
-        assert state_of.fault(0, stored) == (message and f"{name} has values {message}")
+        assert optimizer_state.fault(0, stored) == (message and f"{name} has values {message}")

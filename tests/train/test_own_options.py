@@ -35,10 +35,10 @@ def args(text: object) -> TrainingArguments:
 
 def test_they_reach_the_objective() -> None:
     assert objective_of(args(None)) == Mine(seed=3)
-    parsed = args(" centred=true, factor = 2,loss=sigmoid,")
-    assert objective_of(parsed) == Mine(2.0, "sigmoid", 3, centred=True)
-    assert parsed.objective_args == "factor=2.0,loss=sigmoid,centred=true"
-    assert args({"centred": True, "factor": 2, "loss": "sigmoid"}) == parsed
+    arguments = args(" centred=true, factor = 2,loss=sigmoid,")
+    assert objective_of(arguments) == Mine(2.0, "sigmoid", 3, centred=True)
+    assert arguments.objective_args == "factor=2.0,loss=sigmoid,centred=true"
+    assert args({"centred": True, "factor": 2, "loss": "sigmoid"}) == arguments
 
 
 def test_equal_values_are_equal_options() -> None:

@@ -101,8 +101,8 @@ def test_together_is_as_alone(qwen2: LoadedModel, trained: Path, schedule: str) 
         assert record.step == sum(steps.values())
     if schedule == "round-robin":
         assert adapters[:4] == ["a", "b", "c", "a"]
-    stored = json.loads((trained / schedule / "pipeline" / "pipeline.json").read_text())
-    assert PipelineRecord.from_json(stored) == record
+    content = json.loads((trained / schedule / "pipeline" / "pipeline.json").read_text())
+    assert PipelineRecord.from_json(content) == record
 
 
 @pytest.mark.parametrize("schedule", sample(list(POLICIES), 1 / 3))

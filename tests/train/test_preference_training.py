@@ -335,8 +335,8 @@ def check(name: str, directory: Path, steps: int) -> None:
     curves = {key: value for key, value in values.items() if not key.startswith("final.")}
     assert len(curves) >= 6
     for key, curve in curves.items():
-        logged, scale = [line[key] for line in log], float(np.abs(curve).mean())
-        assert logged == pytest.approx(curve[:steps].tolist(), rel=1e-3, abs=1e-3 * scale), f"{name}: {key}"
+        series, scale = [line[key] for line in log], float(np.abs(curve).mean())
+        assert series == pytest.approx(curve[:steps].tolist(), rel=1e-3, abs=1e-3 * scale), f"{name}: {key}"
     if steps < STEPS:
         return
     first, (_, matrices) = load_file(FIXTURES / "golden" / "qwen2.safetensors"), read_adapter(directory)

@@ -141,16 +141,14 @@ def test_a_record_that_cannot_be_is_one_sentence(tmp_path: Path, name: str, valu
 
 
 @pytest.mark.parametrize(
-    ("option", "what", "registered"),
+    ("option", "what", "choices"),
     [
         ("objective", "objective", ", ".join(OBJECTIVES)),
         ("optim", "optimizer", ", ".join(OPTIMIZERS)),
         ("base_dtype", "base format", ", ".join(BASE_FORMATS)),
     ],
 )
-def test_a_run_of_something_that_is_not_registered_here(
-    tmp_path: Path, option: str, what: str, registered: str
-) -> None:
+def test_a_run_of_something_that_is_not_registered_here(tmp_path: Path, option: str, what: str, choices: str) -> None:
     """Reading the run and resuming it both say that it is the run's."""
     facts = json.loads((SINGLE / RUN).read_text())
     facts["options"][option] = "mine"
@@ -158,7 +156,7 @@ def test_a_run_of_something_that_is_not_registered_here(
     message = (
         f"The run in {tmp_path} was trained with {what} 'mine', which is not registered here: the registered ones "
     )
-    message += f"are {registered}."
+    message += f"are {choices}."
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         RunRecord.read(tmp_path)
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):

@@ -312,7 +312,7 @@ def filling(filler: Path) -> Callable[[StepResult], None]:
     return fill
 
 
-def bytes_missing(place: Path, qwen2: LoadedModel, arguments: dict[str, Any]) -> int:
+def required_bytes(place: Path, qwen2: LoadedModel, arguments: dict[str, Any]) -> int:
     """What a run that is refused says that it needs; the sentence names the path and the free bytes, too."""
     (place / "rest").write_bytes(bytes(shutil.disk_usage(place).free - (1 << 16)))
     with pytest.raises(StorageError) as refused:
@@ -332,7 +332,7 @@ def bytes_missing(place: Path, qwen2: LoadedModel, arguments: dict[str, Any]) ->
 def test_a_disk_that_fills_during_a_run(qwen2: LoadedModel, finished_run: Path, small: Path) -> None:
     """A real one: refused before the first step; filled by others after the third; then with room again."""
     arguments = disk_options(finished_run, small / "run")
-    room = bytes_missing(small, qwen2, arguments)
+    room = required_bytes(small, qwen2, arguments)
     filler = small / "rest"
     with pytest.raises(StorageError, match=NEWEST) as error:
         api.finetune(qwen2, callback=filling(filler), **arguments)

@@ -99,16 +99,16 @@ def test_the_split_is_that_of_data_prepare(tmp_path: Path) -> None:
 def test_rows_that_belong_together_stay_together(tmp_path: Path) -> None:
     """Equal rows, the rows of the turns of a conversation, and the two answers of a pair."""
     turns = [{"messages": chat(f"{i}", "a", "b", "c")} for i in range(4)]
-    prepared = tokenize_source(
+    data = tokenize_source(
         write_jsonl(tmp_path / "a.jsonl", *turns, *turns), small_tokenizer("thinking"), max_length=64
     )
-    train, heldout = split_validation(prepared, 4, 1)
+    train, heldout = split_validation(data, 4, 1)
     assert len(heldout.rows) == 4
     assert not {*heldout.keys} & {*train.keys}
     pairs = [{"prompt": "a", "chosen": f"{i}", "rejected": "b"} for i in range(5)]
     path = write_jsonl(tmp_path / "b.jsonl", *pairs)
-    prepared = tokenize_source(path, small_tokenizer("chatml"), max_length=64, formats=PAIRS, parts=2)
-    train, heldout = split_validation(prepared, 0.4, 1)
+    data = tokenize_source(path, small_tokenizer("chatml"), max_length=64, formats=PAIRS, parts=2)
+    train, heldout = split_validation(data, 0.4, 1)
     assert (len(train.samples), len(heldout.samples)) == (3, 2)
     assert all(len(rows) == 2 for rows in heldout.samples)
     assert {row.index for row in [*train.rows, *heldout.rows]} == set(range(10))
@@ -174,11 +174,11 @@ def test_rows_of_another_objective(tmp_path: Path, registered: None, capsys: pyt
     """The error names the objectives that read them, as the caller would give the option."""
     path = write_source(tmp_path / "a.parquet", PAIRS_OF_TEXTS)
     readers = [*PAIRWISE, "preferences"]
-    names = " or ".join(f"objective='{name}'" for name in readers)
-    assert f"; use {names} for such rows." in refusal(path, SFT())
+    objectives_text = " or ".join(f"objective='{name}'" for name in readers)
+    assert f"; use {objectives_text} for such rows." in refusal(path, SFT())
     objectives = "objective='sft' or objective='kto' or objective='labelled'"
     assert f"; use {objectives} for such rows." in refusal(python_source(LABELS), Preferences())
     path = write_source(tmp_path / "a.csv", PAIRS_OF_TEXTS)
     assert main(["plan", "--model", "tests/fixtures/models/qwen2", "--data", str(path)]) == 2
-    names = " or ".join(f"--objective {name}" for name in readers)
-    assert f"; use {names} for such rows." in capsys.readouterr().err
+    objectives_text = " or ".join(f"--objective {name}" for name in readers)
+    assert f"; use {objectives_text} for such rows." in capsys.readouterr().err

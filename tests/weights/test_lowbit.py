@@ -271,8 +271,8 @@ def fitted(device: Device, w: np.ndarray, scheme: str, importance: np.ndarray | 
         assert device.allocated == before
 
 
-def error(w: np.ndarray, encoded: tuple[Any, ...], bits: int, importance: Any = 1.0) -> float:
-    return float((importance * (decode(*encoded, bits) - w) ** 2).sum())
+def error(w: np.ndarray, codes: tuple[Any, ...], bits: int, importance: Any = 1.0) -> float:
+    return float((importance * (decode(*codes, bits) - w) ** 2).sum())
 
 
 def heavy(rng: np.random.Generator, out: int, size_in: int) -> np.ndarray:
@@ -289,11 +289,11 @@ def test_a_fit_is_at_least_as_good_as_the_reference(
     device: Device, rng: np.random.Generator, scheme: str, bits: int
 ) -> None:
     w, importance = heavy(rng, 40, 256), np.exp(rng.standard_normal(256)).astype(np.float32)
-    encoded = fitted(device, w, scheme, importance)
+    codes = fitted(device, w, scheme, importance)
     of = base_format(scheme).scheme  # type: ignore[attr-defined]
     reference = fit(w, bits, of.group, importance)
-    assert error(w, encoded, bits, importance) < 1.01 * error(w, reference, bits, importance)
-    assert error(w, encoded, bits, importance) < error(w, fitted(device, w, scheme), bits, importance)
+    assert error(w, codes, bits, importance) < 1.01 * error(w, reference, bits, importance)
+    assert error(w, codes, bits, importance) < error(w, fitted(device, w, scheme), bits, importance)
 
 
 def test_codes_are_the_nearest_to_the_rounded_table_and_scales(device: Device, rng: np.random.Generator) -> None:
@@ -328,11 +328,11 @@ def test_pieces_and_rows_do_not_depend_on_each_other(
 def test_groups_of_zeros_stay_zeros(device: Device, rng: np.random.Generator, scheme: str) -> None:
     w = heavy(rng, 8, 64)
     w[3], w[5, :32], w[6] = 0, 0, 0.25
-    decoded = decode(*fitted(device, w, scheme), base_format(scheme).scheme.bits)  # type: ignore[attr-defined]
-    assert np.abs(decoded[3]).max() < 1e-6
-    np.testing.assert_allclose(decoded[6], 0.25, rtol=2e-3)
+    weights = decode(*fitted(device, w, scheme), base_format(scheme).scheme.bits)  # type: ignore[attr-defined]
+    assert np.abs(weights[3]).max() < 1e-6
+    np.testing.assert_allclose(weights[6], 0.25, rtol=2e-3)
     if not scheme.endswith("row"):
-        assert np.abs(decoded[5, :32]).max() < 1e-6
+        assert np.abs(weights[5, :32]).max() < 1e-6
 
 
 def test_values_that_f16_cannot_hold_are_refused(device: Device) -> None:

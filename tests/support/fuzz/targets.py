@@ -138,18 +138,18 @@ def demo_backend() -> LocalTokenizer:
 def settings(place: Path) -> None:
     """What stands beside a tokenizer.json, template included."""
     with patch.object(tokenizer, "TokenizerProcess", lambda *_: demo_backend()):
-        loaded = Tokenizer.load(place)
-    if loaded is not None:
-        _ = loaded.stop_ids, loaded.eos_id, loaded.bos_id, loaded.pad_id
+        vocabulary = Tokenizer.load(place)
+    if vocabulary is not None:
+        _ = vocabulary.stop_ids, vocabulary.eos_id, vocabulary.bos_id, vocabulary.pad_id
 
 
 def whole_tokenizer(place: Path) -> None:
     """As it is in use: in a child, texts by it too."""
-    loaded = Tokenizer.load(place)
-    if loaded is not None:
-        loaded.encode_with_offsets("a" * 300 + " " * 300 + "x")
-        loaded.decode(loaded.encode("Hi <|im_end|> 12\n", add_special_tokens=True)[:9])
-        loaded.files()
+    vocabulary = Tokenizer.load(place)
+    if vocabulary is not None:
+        vocabulary.encode_with_offsets("a" * 300 + " " * 300 + "x")
+        vocabulary.decode(vocabulary.encode("Hi <|im_end|> 12\n", add_special_tokens=True)[:9])
+        vocabulary.files()
 
 
 def gguf(place: Path) -> None:

@@ -15,7 +15,7 @@ ROWS, STRIDE = 67, 128
 
 def distilled(count: int, temperature: float = 1.0, whole: bool = False, **constants: Any) -> None:
     """Rows 60 on are unused. whole: the support is the vocabulary, so that nothing is left beside it."""
-    scaled = temperature != 1 and bool(constants.get("top1") or constants.get("full"))
+    plain_state = temperature != 1 and bool(constants.get("top1") or constants.get("full"))
 
     def make(rng: np.random.Generator) -> Arrays:
         weights = rng.random(ROWS, np.float32) + 0.5
@@ -36,7 +36,7 @@ def distilled(count: int, temperature: float = 1.0, whole: bool = False, **const
         picked[60:], state[60:] = np.nan, np.nan
         arrays = {"picked": picked, "teacher": lp.astype(np.float32), "places": places, "token_weights": weights}
         arrays |= {"state": state, "slopes": poison(ROWS, count + 1), "values": np.zeros((9, STRIDE), np.float32)}
-        return arrays | ({"plain": plain} if scaled else {})
+        return arrays | ({"plain": plain} if plain_state else {})
 
     usual = {"kd": 1.0, "top1": 0.0, "full": 0.0}
     shape = {"rows": ROWS, "kept": count, "stride": STRIDE, "rate": 1 / temperature}

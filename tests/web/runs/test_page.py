@@ -237,12 +237,12 @@ def test_tokens_and_labels_are_those_of_the_package(trained: Trained, template: 
                 isinstance(row.get("prompt"), str)]  # fmt: skip
     examples = [row for row in examples if template != "none" or "messages" not in row]
     facts = json.dumps(tokenizer_facts(tokenizer))
-    tokenized = trained.page.evaluate(
+    pairs = trained.page.evaluate(
         "const { Text } = await import('./rows.js'), { Tokenizer } = await import('./vendor/tokenizers.mjs');"
         f"const text = new Text(app.text.tokenizer, {facts});"
         f"return {json.dumps(examples)}.map(row => text.tokenize(row)).map(({{ ids, labels }}) => [ids, labels])"
     )
-    for row, (ids, labels) in zip(examples, tokenized, strict=True):
+    for row, (ids, labels) in zip(examples, pairs, strict=True):
         [expected] = tokenize_example(parse_example(row), tokenizer)
         assert (ids, labels) == expected, row
 
