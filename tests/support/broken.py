@@ -16,7 +16,7 @@ Break = Callable[..., None]
 
 
 def breaking(monkeypatch: pytest.MonkeyPatch) -> Break:
-    """A driver whose shaders of a kernel write nothing, or do not compile, in the tilings chosen by `which`."""
+    """A driver whose shaders of a kernel write nothing, or do not compile, in the tilings chosen by `matches`."""
     compute_pipeline = Kernel.compute_pipeline
 
     def breaks(name: str, matches: Callable[[Tiling], bool] = lambda _: True, compiles: bool = True) -> None:

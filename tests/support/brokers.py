@@ -74,7 +74,7 @@ class Served:
     output: list[str]
 
     def end(self, number: int) -> int:
-        """Send it a signal, and wait. Its last lines are then in `said`."""
+        """Send it a signal, and wait. Its last lines are then in `output`."""
         self.process.send_signal(number)
         assert self.process.stdout
         self.output += self.process.stdout.readlines()
