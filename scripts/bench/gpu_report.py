@@ -244,7 +244,7 @@ def _bounds(step: TrainingStep, profile: Profile) -> dict[tuple[str, str | None]
 
 
 def _wrong(error: WrongResults) -> Record:
-    wrong_kernel = error.found
+    wrong_kernel = error.wrong_kernel
     of = {"nmse": wrong_kernel.nmse, "limit": wrong_kernel.limit, "reason": wrong_kernel.reason or str(error)}
     return {"kind": "kernel", "kernel": wrong_kernel.kernel, "right": False, **of}
 

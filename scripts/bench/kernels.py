@@ -365,7 +365,7 @@ def parts(args: argparse.Namespace) -> None:
     timer, steps, dispatch_seconds = Timer(device), [], []
     for _ in range(args.rounds):
         steps += step.seconds(1)
-        dispatch_seconds.append([seconds for program in programs for seconds in timer.each(program)])
+        dispatch_seconds.append([seconds for program in programs for seconds in timer.dispatch_seconds(program)])
     timer.free()
     step.close()
     print(f"step {np.median(steps):.1f} s, {min(steps):.1f} to {max(steps):.1f}")

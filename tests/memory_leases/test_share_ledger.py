@@ -183,7 +183,7 @@ def test_repair_keeps_the_living(ledger: Ledger) -> None:
         ledger.path.write_bytes(content)
         repair = ledger.repair()
         assert repair
-        assert repair.kept == [living, waiting] == ledger.read()
+        assert repair.entries == [living, waiting] == ledger.read()
         assert repair.damaged.name == f"gpu.json.damaged-{number}"
         assert repair.damaged.read_bytes() == content
     assert ledger.repair() is None

@@ -128,7 +128,7 @@ def test_only_tokens_of_high_entropy_are_trained(device: Device, tmp_path: Path)
             session.accumulate([token_group])
             sums.append(session.totals.read_metrics(device, 0, grpo)["entropy"])
         entropies.append(np.array(sums))
-    for group, mask in zip(active, grpo.kept(entropies), strict=True):
+    for group, mask in zip(active, grpo.token_masks(entropies), strict=True):
         group.inputs[:, KEPT] = mask
     session.begin()
     session.accumulate(groups)

@@ -145,7 +145,7 @@ def profile_step(step: TrainingStep, rounds: int = 5, on_round: Callable[[], Non
         for _ in range(rounds):
             steps += step.seconds(1)
             device.append(sum(map(timer.run, programs)))
-            dispatch_seconds.append([seconds for program in programs for seconds in timer.each(program)])
+            dispatch_seconds.append([seconds for program in programs for seconds in timer.dispatch_seconds(program)])
             on_round()
     finally:
         timer.free()

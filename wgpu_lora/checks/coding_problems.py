@@ -62,7 +62,7 @@ class AssertProblem(Problem):
     asserts: str
 
     def program(self, text: str, completion: bool) -> str:
-        return code_of(text, {name for one in parse_check(self.asserts) for name, _, _ in one.calls})
+        return code_of(text, {name for assertion in parse_check(self.asserts) for name, _, _ in assertion.calls})
 
     def check(self, program: str, timeout: float, allow_unconfined: bool) -> CheckResult:
         return run_check(program, self.asserts, timeout, allow_unconfined)
@@ -111,7 +111,7 @@ def _human_eval(row: Any) -> HumanEval:
         tree = ast.parse(test)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise UserError(f"'test' cannot be parsed ({' '.join(str(error).split())}).") from None
-    checks = [one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == "check"]
+    checks = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
     if not checks:
         raise UserError("'test' does not define check(candidate).")
     if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(tree)):

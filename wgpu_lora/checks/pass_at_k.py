@@ -147,20 +147,20 @@ def measure(
             for plain, rows in forms.items():
                 if not rows:
                     continue
-                drawn = [(problem, row, sample) for row, problem in rows for sample in range(samples)]
+                draws = [(problem, row, sample) for row, problem in rows for sample in range(samples)]
                 queue.expect(
-                    drawn, settings.seed, plain, lambda problem, code: problem.check(code, timeout, allow_unconfined)
+                    draws, settings.seed, plain, lambda problem, code: problem.check(code, timeout, allow_unconfined)
                 )
                 stops = tuple(dict.fromkeys((*settings.stop, *(STOPS if plain else ()))))
                 answer_slots(
                     model,
-                    [problem.model_prompt(plain) for problem, _, _ in drawn for _ in names],
+                    [problem.model_prompt(plain) for problem, _, _ in draws for _ in names],
                     list(adapters.values()),
-                    [slot for _ in drawn for slot in slots.values()],
+                    [slot for _ in draws for slot in slots.values()],
                     replace(settings, stop=stops, prompt_format=TEXT if plain else settings.prompt_format),
                     batch=batch,
                     names=names,
-                    seeds=[seed_of(settings.seed, row, sample) for _, row, sample in drawn for _ in names],
+                    seeds=[seed_of(settings.seed, row, sample) for _, row, sample in draws for _ in names],
                     events=queue,
                 )
             queue.collect(wait=True)
@@ -168,8 +168,10 @@ def measure(
             checkers.shutdown(cancel_futures=True)
             queue.collect()
             raise
-    checked.sort(key=lambda one: (one.row, one.sample, names.index(one.adapter)))
-    rates = {name: _rate([one for one in checked if one.adapter == name], problems, ks, samples) for name in names}
+    checked.sort(key=lambda sample: (sample.row, sample.sample, names.index(sample.adapter)))
+    rates = {
+        name: _rate([sample for sample in checked if sample.adapter == name], problems, ks, samples) for name in names
+    }
     return PassRates(rates, checked, time.perf_counter() - begin, completion, confined)
 
 
@@ -184,13 +186,13 @@ class _Queue(EventForwarder):
 
     def expect(
         self,
-        drawn: Sequence[tuple[Problem, int, int]],
+        draws: Sequence[tuple[Problem, int, int]],
         seed: int,
         plain: bool,
         check: Callable[[Problem, str], CheckResult],
     ) -> None:
         """Name the samples that come next, as (problem, row, sample)."""
-        self._drawn, self._seed, self._plain, self._check = drawn, seed, plain, check
+        self._draws, self._seed, self._plain, self._check = draws, seed, plain, check
         self._before = self._tokens
 
     def answering(self, done: int, total: int, tokens: int) -> None:
@@ -198,7 +200,7 @@ class _Queue(EventForwarder):
         self.collect()
 
     def answered(self, number: int, name: str | None, answer: Answer) -> None:
-        problem, row, sample = self._drawn[number]
+        problem, row, sample = self._draws[number]
         program = problem.program(answer.text, self._plain)
         seed = seed_of(self._seed, row, sample)
         result = partial(Sample, row, problem.name, name or BASE, sample, seed, answer, program)
@@ -216,8 +218,8 @@ class _Queue(EventForwarder):
 
 
 def _rate(samples: Sequence[Sample], problems: Sequence[Problem], ks: Sequence[int], count: int) -> PassRate:
-    passed = Counter(one.row for one in samples if one.result.passed)
-    outcomes = Counter(one.result.outcome for one in samples)
+    passed = Counter(sample.row for sample in samples if sample.result.passed)
+    outcomes = Counter(sample.result.outcome for sample in samples)
     return PassRate(
         {k: mean_pass_at_k([passed[row] for row in range(len(problems))], count, k) for k in ks},
         len(problems),
@@ -244,7 +246,7 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 def mean_pass_at_k(passed: Iterable[int], samples: int, k: int) -> float:
     """The mean over rows, of each of which `samples` were drawn."""
-    return float(np.mean([pass_at_k(samples, one, k) for one in passed]))
+    return float(np.mean([pass_at_k(samples, count, k) for count in passed]))
 
 
 def parse_ks(text: str | int | Sequence[int], samples: int) -> list[int]:

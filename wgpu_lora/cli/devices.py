@@ -176,7 +176,7 @@ def repair() -> None:
     repairs = [(ledger.path, ledger.repair()) for ledger in Ledger.all()]
     for path, result in repairs:
         if result:
-            entries = count_noun(len(result.kept), "entry", "entries")
+            entries = count_noun(len(result.entries), "entry", "entries")
             line("repaired", f"{path}: kept {entries}; the damaged file is {result.damaged}")
     if not any(result for _, result in repairs):
         line("repaired", "nothing: no ledger is damaged")

@@ -69,12 +69,12 @@ class Forward:
             return persistent(shape, dtype, "workspace", f"{name}'s {label} [{tokens}]")
 
         slots = len(adapters.specs) if adapters else 1
-        k, drawn_ids = selection.top_k, selection.candidates
+        k, candidates = selection.top_k, selection.candidates
         self.inputs = StepInputs.declare(model.config.row_inputs(), tokens, slots, tables)
         self.values, self.ids = make("largest logits", tokens, k), make("tokens", tokens, k, dtype="u32")
         self.state = make("softmax state", tokens, 4)
-        self.drawn = make("drawn tokens", tokens, drawn_ids, dtype="u32") if drawn_ids else None
-        self.picked = make("logits of drawn tokens", tokens, drawn_ids) if drawn_ids else None
+        self.candidates = make("drawn tokens", tokens, candidates, dtype="u32") if candidates else None
+        self.picked = make("logits of drawn tokens", tokens, candidates) if candidates else None
         self.program = Program(model.device, f"{name} {tokens}")
         rec = Recorder(self.program, compute_dtype=compute_dtype)
         hidden = model.decoder.hidden(rec, self.inputs, adapters.bind(self.inputs) if adapters else {})
@@ -96,8 +96,10 @@ class Forward:
             before, after = (other, result) if chunk_index % 2 == 0 else (result, other)
             shape = {"rows": rows, "cols": width, "first": first}
             rec.dispatch(top_k, logits, count, *before, *after, k=k, **shape)
-            if self.drawn and self.picked:
-                rec.dispatch(pick_logits, logits, self.drawn, count, self.picked, kept=self.drawn.shape[1], **shape)
+            if self.candidates and self.picked:
+                rec.dispatch(
+                    pick_logits, logits, self.candidates, count, self.picked, kept=self.candidates.shape[1], **shape
+                )
             rec.dispatch(softmax_chunk, logits, targets.ids, count, self.state, rescale, **shape)
 
     def storages(self) -> set[Storage]:
@@ -140,24 +142,24 @@ class Teacher(ForwardPasses[Forward]):
             NotFiniteError: a logit of the teacher is not finite.
         """
         result: dict[int, TopKLogits] = {}
-        for together, one in self.batches([segment.tokens for segment in segments]):
+        for together, forward in self.batches([segment.tokens for segment in segments]):
             batch = [segments[i] for i in together]
-            support, places = self._run(one, batch, [rows[i] for i in together])
+            support, places = self._run(forward, batch, [rows[i] for i in together])
             for i, (start, stop) in zip(together, places, strict=True):
                 result[i] = support.part(int(start), int(stop))
         return [result[i] for i in range(len(segments))]
 
-    def _run(self, one: Forward, segments: list[Segment], rows: list[int]) -> tuple[TopKLogits, np.ndarray]:
+    def _run(self, forward: Forward, segments: list[Segment], rows: list[int]) -> tuple[TopKLogits, np.ndarray]:
         """The supports of a batch, concatenated, and [start, stop) of each segment."""
-        places = one.inputs.upload(self.device, [replace(segment, draws=None) for segment in segments])
+        places = forward.inputs.upload(self.device, [replace(segment, draws=None) for segment in segments])
         n = int(places.max(initial=0))
-        candidates = np.zeros((one.inputs.tokens, self.selection.candidates), np.uint32)
-        if one.drawn:
+        candidates = np.zeros((forward.inputs.tokens, self.selection.candidates), np.uint32)
+        if forward.candidates:
             for segment, row, (start, stop) in zip(segments, rows, places, strict=True):
-                candidates[start:stop] = self._drawn(segment, row)
-            write(self.device, one.drawn, candidates)
-        one.program.run()
-        state, values, ids = (self._read(tensor, n) for tensor in (one.state, one.values, one.ids))
+                candidates[start:stop] = self._random_candidates(segment, row)
+            write(self.device, forward.candidates, candidates)
+        forward.program.run()
+        state, values, ids = (self._read(tensor, n) for tensor in (forward.state, forward.values, forward.ids))
         top, total = state[:, 0].astype(np.float64), state[:, 1].astype(np.float64)
         with np.errstate(all="ignore"):
             lse = (top + np.log(total)).astype(np.float32)
@@ -165,14 +167,14 @@ class Teacher(ForwardPasses[Forward]):
             raise NotFiniteError(f"A logit of the teacher {self.name} is not finite: its weights are damaged.")
         order = np.argsort(-values, axis=1, kind="stable")  # they are sorted by id, so ties stay in that order
         best = np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
-        if one.picked:
-            random_support = self._random_support(ids, candidates[:n], self._read(one.picked, n))
+        if forward.picked:
+            random_support = self._random_support(ids, candidates[:n], self._read(forward.picked, n))
             best = np.hstack([best[0], random_support[0]]), np.hstack([best[1], random_support[1]])
         correction = tail_correction(self.vocab_size, self.selection.top_k, self.selection.random)
         support = TopKLogits(best[0], best[1], lse, self.selection.top_k, np.full(n, correction, np.float32))
         return support, places
 
-    def _drawn(self, segment: Segment, row: int) -> np.ndarray:
+    def _random_candidates(self, segment: Segment, row: int) -> np.ndarray:
         assert segment.labels is not None
         positions = np.flatnonzero(segment.labels[1:] != UNTRAINED) + 1
         return random_tokens(self.selection.seed, row, positions, self.selection.candidates, self.vocab_size)

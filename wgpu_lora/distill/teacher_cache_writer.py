@@ -151,10 +151,10 @@ def _supports(
 def _write_shard(output: Path, header: Header, rows: Sequence[Row], supports: Sequence[TopKLogits]) -> Shard:
     """Logits are stored as log-probabilities, which are exact where they matter: f16 keeps 11 bits of each."""
     kind = LOGITS[header.logits]
-    lse = np.concatenate([one.lse for one in supports])
-    logprobs = np.concatenate([one.logits for one in supports]) - lse[:, None]
+    lse = np.concatenate([support.lse for support in supports])
+    logprobs = np.concatenate([support.logits for support in supports]) - lse[:, None]
     arrays = {
-        "ids": pack_ids(np.concatenate([one.ids for one in supports]), header.bits),
+        "ids": pack_ids(np.concatenate([support.ids for support in supports]), header.bits),
         "logprobs": np.maximum(logprobs, np.finfo(kind).min).astype(kind),
         "lse": lse,
     }
@@ -327,7 +327,7 @@ def _option_text(name: str, value: Any) -> str:
 
 
 def _check_room(output: Path, plan: CachePlan, finished_bytes: int) -> None:
-    place = next(one for one in (output, *output.absolute().parents) if one.exists())
+    place = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         problem = "not writable" if place.is_dir() else "not a directory"
         raise UserError(f"{place} is {problem}: choose another {flag('output')}.")

@@ -71,7 +71,7 @@ def teacher_rows(support: TopKLogits, targets: np.ndarray, vocab_size: int, temp
     """
     n, top_k = len(support.lse), support.top_k
     logits = support.logits.astype(np.float64) / temperature
-    top, rest = logits[:, :top_k], logits[:, top_k:] + support.correction[:, None].astype(np.float64)
+    top, estimates = logits[:, :top_k], logits[:, top_k:] + support.correction[:, None].astype(np.float64)
     logprobs = np.full((n, top_k + 1), LOWEST)
     if top_k == vocab_size:
         logprobs[:, :top_k] = top - np.logaddexp.reduce(top, 1, keepdims=True)
@@ -79,8 +79,8 @@ def teacher_rows(support: TopKLogits, targets: np.ndarray, vocab_size: int, temp
         if temperature == 1:
             lse = support.lse.astype(np.float64)
         else:
-            assert rest.shape[1], "at this temperature the rest is only known from random tokens"
-            lse = np.logaddexp.reduce(np.concatenate([top, rest], 1), 1)
+            assert estimates.shape[1], "at this temperature the rest is only known from random tokens"
+            lse = np.logaddexp.reduce(np.concatenate([top, estimates], 1), 1)
         likely = top - lse[:, None]
         total = np.exp(likely).sum(1)
         tail = np.maximum(1 - total, MIN_TAIL)

@@ -94,7 +94,7 @@ def export_models(
     def packed(parameter: str, targets: Sequence[GGMLQuantizationType]) -> Iterator[list[np.ndarray]]:
         item = config.parameters[parameter]
         for rows in merged.pieces(parameter, item.layout.row_index(item.shape[0])):
-            values = item.layout.written(rows.reshape(len(rows), *file_shape(item.shape)[1:]))
+            values = item.layout.file_rows(rows.reshape(len(rows), *file_shape(item.shape)[1:]))
             if not np.isfinite(values).all():
                 raise UserError(
                     f"{parameter} has values that are too large for a GGUF file: write the model with merge."

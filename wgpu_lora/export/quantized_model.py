@@ -148,12 +148,12 @@ def rounded(model: LoadedModel) -> list[QuantizationError]:
         if name not in linears:
             continue
         kind = "attention" if ATTENTION.search(name) else "mlp"
-        one = result.setdefault(kind, QuantizationError(kind))
+        group = result.setdefault(kind, QuantizationError(kind))
         values, packed = weight.values(model.device), weight.packed(model.device)
         source = model.checkpoint.read_f32(name).astype(np.float64)
-        one.schemes = sorted({*one.schemes, weight.format})
-        one.matrices, one.weights = one.matrices + 1, one.weights + values.size
-        one.stored += sum(part.nbytes for part in packed.read()) if packed else 0
-        one.squares += float((source**2).sum())
-        one.lost += float(((source - values) ** 2).sum())
+        group.schemes = sorted({*group.schemes, weight.format})
+        group.matrices, group.weights = group.matrices + 1, group.weights + values.size
+        group.stored += sum(part.nbytes for part in packed.read()) if packed else 0
+        group.squares += float((source**2).sum())
+        group.lost += float(((source - values) ** 2).sum())
     return list(result.values())

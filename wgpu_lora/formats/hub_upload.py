@@ -70,24 +70,24 @@ def prepare(directory: Path, include: list[str] | None = None, exclude: list[str
     include, exclude = include or [], exclude or []
     roles = _model_facts(directory, kind, result)
     reasons = {name: why for name in result if (why := _reason(name, roles, include, exclude))}
-    chosen = {name: result[name] for name in reasons}
-    for path in chosen.values():
+    paths = {name: result[name] for name in reasons}
+    for path in paths.values():
         if links_outside(path, directory):
             raise UserError(
                 f"{path} is a link to a file outside of {directory}: replace it with a copy, or leave it out with "
                 f"{flag('exclude')}."
             )
-    if not chosen:
+    if not paths:
         raise UserError(
             f"{flag('include')} and {flag('exclude')} leave no files of {directory} to upload: change the patterns."
         )
-    if kind == "adapter" and not {WEIGHTS, CONFIG} <= chosen.keys():
+    if kind == "adapter" and not {WEIGHTS, CONFIG} <= paths.keys():
         notes.append(f"it cannot be loaded without {WEIGHTS} and {CONFIG}.")
     card = None
     if CARD not in result and _reason(CARD, {CARD: "model card"}, include, exclude):
-        weights = {name: path for name, path in chosen.items() if path.suffix in (".safetensors", ".gguf")}
+        weights = {name: path for name, path in paths.items() if path.suffix in (".safetensors", ".gguf")}
         card = card_of_files(directory.resolve().name, kind, weights)
-    files = {name: (path, path.stat().st_size) for name, path in chosen.items()}
+    files = {name: (path, path.stat().st_size) for name, path in paths.items()}
     return Upload(directory, kind, files, reasons, card, tuple(notes))
 
 

@@ -129,9 +129,9 @@ def in_order(module: str) -> list[tuple[int, str]]:
 
 
 def _pair(module: str, factors: dict[str, np.ndarray], config: AdapterConfig, path: Path) -> tuple[np.ndarray, ...]:
-    both = factors.keys() & {"A", "B"}
-    if len(both) < 2:
-        only = f"lora_{next(iter(both))}" if both else "lora_magnitude_vector"
+    pair = factors.keys() & {"A", "B"}
+    if len(pair) < 2:
+        only = f"lora_{next(iter(pair))}" if pair else "lora_magnitude_vector"
         raise UserError(f"{path} holds only {only} of {module}: save the adapter again.")
     if ("M" in factors) != config.use_dora:
         raise UserError(
@@ -149,4 +149,4 @@ def _pair(module: str, factors: dict[str, np.ndarray], config: AdapterConfig, pa
             f"{module} in {path} has magnitudes of shape {list(factors['M'].shape)}, expected [{b.shape[0]}]: save the "
             "adapter again."
         )
-    return tuple(factors[which] for which in PARTS if which in factors)
+    return tuple(factors[part] for part in PARTS if part in factors)

@@ -86,13 +86,13 @@ def _write_shard(path: Path, tensors: Mapping[str, TensorSpec], pieces: Callable
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, spec in tensors.items():
-            written = 0
+            size = 0
             for piece in pieces(name):
                 data = np.ascontiguousarray(piece).data
                 sha.update(data)
-                written += file.write(data)
-            if written != spec.nbytes:
-                raise ValueError(f"{name}: got {written} bytes, expected {spec.nbytes}")
+                size += file.write(data)
+            if size != spec.nbytes:
+                raise ValueError(f"{name}: got {size} bytes, expected {spec.nbytes}")
         file.seek(8 + text.index(NO_DIGEST.encode()))
         file.write(sha.hexdigest().encode())
 

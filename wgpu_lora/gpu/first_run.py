@@ -59,15 +59,15 @@ def run_checked(program: Runnable, indices: Iterable[int], count: int) -> None:
     Raises:
         WrongResults: a kernel is wrong in all tilings.
     """
-    verdicts, done = verdicts_of(program.device), 0
+    verdicts, start = verdicts_of(program.device), 0
     try:
         for index in indices:
-            program.submit_in_pieces(done, index)
+            program.submit_in_pieces(start, index)
             _check(program, index, verdicts)
-            done = index + 1
+            start = index + 1
     finally:
         verdicts.save()
-    program.submit_in_pieces(done, count)
+    program.submit_in_pieces(start, count)
 
 
 def _check(program: Runnable, index: int, verdicts: Verdicts) -> None:
@@ -76,8 +76,8 @@ def _check(program: Runnable, index: int, verdicts: Verdicts) -> None:
     tilings = step.tilings(device.capabilities)
     before = read_tensors(device, step.present, step.tensors)
     for tiling in [step.tiling, *(other for other in tilings if other != step.tiling)]:
-        known = verdicts.of(step, tiling)
-        if known and not known.right:
+        verdict = verdicts.of(step, tiling)
+        if verdict and not verdict.right:
             continue
         if tiling != step.tiling:
             _restore(device, step, before)
@@ -111,8 +111,8 @@ def _worst(kernel: Kernel, constants: Constants, before: Arrays, after: Arrays) 
         return None  # without a reference, there are no outputs
     for got, want, _ in outputs:
         got = got[: want.size]
-        known = want[np.isfinite(want)].astype(np.float64)
-        if got.dtype == np.float64 and 0 < _rms(known) < SMALLEST:
+        finite = want[np.isfinite(want)].astype(np.float64)
+        if got.dtype == np.float64 and 0 < _rms(finite) < SMALLEST:
             return None
         error, limit = nmse(got, want), CODES if got.dtype.kind == "u" else NMSE
         if limit < error < np.inf and _rms(got.astype(np.float64) - want) < ROUNDED * largest:
@@ -175,10 +175,10 @@ def differences(kernel: Kernel, constants: Constants, before: Arrays, after: Arr
     part, part_after = (kernel.part(arrays, constants) if kernel.part else None for arrays in (before, after))
     if part and part_after:
         (before, constants), (after, _) = part, part_after
-    given = {name: as_float64(before[name]) if name in before else None for name in kernel.bindings}
+    arguments = {name: as_float64(before[name]) if name in before else None for name in kernel.bindings}
     try:
         with np.errstate(all="ignore"):  # rows that are not written yet
-            result = kernel(**given, **constants)
+            result = kernel(**arguments, **constants)
     except Exception as error:
         error.add_note(f"in the float64 reference of {kernel.name}, with {constants}")
         raise

@@ -119,8 +119,8 @@ class Kernel:
 
     def compiled_in(self, constants: Constants) -> Constants:
         """The constants a compute pipeline depends on: all but the dims, and what `specialise` derives from those."""
-        kept = {n: v for n, v in constants.items() if n not in self.dims}
-        return kept | (self.specialise(SimpleNamespace(**constants)) if self.specialise else {})
+        result = {n: v for n, v in constants.items() if n not in self.dims}
+        return result | (self.specialise(SimpleNamespace(**constants)) if self.specialise else {})
 
     def source(self, present: Sequence[str], constants: Constants, tiling: Tiling) -> str:
         """The assembled WGSL: structs, library files, then the kernel with its constants substituted.

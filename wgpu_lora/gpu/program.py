@@ -84,13 +84,13 @@ class Program:
     def prune(self) -> None:
         """Drops dispatches whose outputs are never read, such as the last product of a recomputed block."""
         used: set[Storage] = set()
-        kept = []
+        dispatches = []
         for step in reversed(self.dispatches):
-            written = [t for t, n in zip(step.tensors, step.present, strict=True) if n in step.kernel.outputs]
-            if any(not t.storage.temporary or t.storage in used for t in written):
+            outputs = [t for t, n in zip(step.tensors, step.present, strict=True) if n in step.kernel.outputs]
+            if any(not t.storage.temporary or t.storage in used for t in outputs):
                 used.update(t.storage for t in step.tensors)
-                kept.append(step)
-        self.dispatches = kept[::-1]
+                dispatches.append(step)
+        self.dispatches = dispatches[::-1]
 
     # -- plan ------------------------------------------------------------------------------------------------------
 

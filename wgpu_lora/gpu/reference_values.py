@@ -37,11 +37,11 @@ def evenly_spaced(count: int, most: int) -> np.ndarray:
 
 def select_rows(arrays: Arrays, names: str, count: int, picked: np.ndarray) -> Arrays:
     """The arrays, with those in `names`, which have `count` rows, cut to the picked rows."""
-    kept = {n: a.reshape(count, -1)[picked] for n, a in arrays.items() if n in names.split()}
-    kept = {n: a.reshape(-1) if arrays[n].ndim == 1 else a for n, a in kept.items()}
+    selection = {n: a.reshape(count, -1)[picked] for n, a in arrays.items() if n in names.split()}
+    selection = {n: a.reshape(-1) if arrays[n].ndim == 1 else a for n, a in selection.items()}
     if "count" in arrays:  # the number of rows in use
-        kept["count"] = np.array([np.count_nonzero(picked < arrays["count"].reshape(-1)[0])], np.uint32)
-    return {**arrays, **kept}
+        selection["count"] = np.array([np.count_nonzero(picked < arrays["count"].reshape(-1)[0])], np.uint32)
+    return {**arrays, **selection}
 
 
 def select_blocks(names: str, block: int) -> TakePart:
@@ -76,8 +76,8 @@ def random_values(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarr
 
 def nmse(got: np.ndarray, want: np.ndarray) -> float:
     """Mean squared error divided by the mean square, where `want` is finite; infinite if `got` is not finite there."""
-    known = np.isfinite(want)
-    got, want = got[known].astype(np.float64), want[known].astype(np.float64)
+    finite = np.isfinite(want)
+    got, want = got[finite].astype(np.float64), want[finite].astype(np.float64)
     if not np.isfinite(got).all():
         return float("inf")
     error, scale = float(((got - want) ** 2).sum()), float((want**2).sum())

@@ -115,22 +115,22 @@ class Tiling:
         """Reads `to_json`'s form or that of version 0.1 (`sg` for the family). Raises ValueError if it is neither."""
         if not isinstance(value, dict):
             raise ValueError("a tiling must be a JSON object")
-        known = _of_0_1(value) if "sg" in value else dict(value)
-        if not known.keys() <= {field.name for field in fields(cls)}:
+        arguments = _of_0_1(value) if "sg" in value else dict(value)
+        if not arguments.keys() <= {field.name for field in fields(cls)}:
             raise ValueError("a tiling has unknown fields")
-        family, wide, sums = known.pop("family", PLAIN), known.pop("wide", False), known.pop("sums", "f32")
+        family, wide, sums = arguments.pop("family", PLAIN), arguments.pop("wide", False), arguments.pop("sums", "f32")
         if not isinstance(family, str) or not isinstance(wide, bool) or sums not in ("f32", "f16"):
             raise ValueError("a tiling's family must be a string, wide a boolean, and sums f32 or f16")
-        if not all(type(size) is int and 0 < size <= LARGEST for size in known.values()):
+        if not all(type(size) is int and 0 < size <= LARGEST for size in arguments.values()):
             raise ValueError("a tiling's sizes must be positive integers")
-        return cls(family, wide=wide, sums=sums, **known)
+        return cls(family, wide=wide, sums=sums, **arguments)
 
 
 def _of_0_1(value: dict[str, Any]) -> dict[str, Any]:
     """Fields from those of version 0.1, where `sg` was the subgroup size or 0, and attention had names of its own."""
     old = {"queries": "rows", "keys_per_step": "span"}
-    known = {old.get(name, name): size for name, size in value.items() if name not in ("sg", "wide")}
-    return known | {"family": "broadcast" if value["sg"] else PLAIN, "wide": bool(value.get("wide", 0))}
+    result = {old.get(name, name): size for name, size in value.items() if name not in ("sg", "wide")}
+    return result | {"family": "broadcast" if value["sg"] else PLAIN, "wide": bool(value.get("wide", 0))}
 
 
 Arrays = dict[str, np.ndarray]

@@ -47,9 +47,9 @@ def check_tilings(device: Device, programs: Iterable[Program], choices: Choices 
 def cut_verdict(device: Device, call: Dispatch, tiling: Tiling) -> Verdict:
     """Whether a tiling compiles and agrees with the float64 reference on a cut of the call."""
     verdicts = verdicts_of(device)
-    known = verdicts.of(call, tiling)
-    if known:
-        return known
+    verdict = verdicts.of(call, tiling)
+    if verdict:
+        return verdict
     small = tuning_of(call).cut(call.constants, tiling)
     try:
         single = single_call(device, call, small, tiling)

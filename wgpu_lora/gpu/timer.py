@@ -41,7 +41,7 @@ class Timer:
         """Runs the program once and returns the total time of its compute passes, in seconds."""
         return sum(self._timed(program, program.submits()))
 
-    def each(self, program: Program) -> list[float]:
+    def dispatch_seconds(self, program: Program) -> list[float]:
         """Runs the program once with a compute pass per dispatch and returns the time of each, in seconds."""
         return self._timed(program, [(i, i + 1) for i in range(len(program.dispatches))])
 

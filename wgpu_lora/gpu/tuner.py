@@ -66,8 +66,8 @@ class Tuner:
     def estimate(self, programs: Iterable[Program]) -> Tuning:
         """How many sizes and tilings `tune` would time for these programs, and in how many seconds; it times none."""
         calls, work = self._calls(programs)
-        known = self.file.read(digests := _digests(calls))
-        return self._estimate(self._trials(calls, work, known, digests), known)
+        entries = self.file.read(digests := _digests(calls))
+        return self._estimate(self._trials(calls, work, entries, digests), entries)
 
     def tune(self, programs: Iterable[Program], events: Events = SILENT) -> dict[str, Tiling]:
         """A tiling for every heavy call of the programs: measured now, read from the cache, or the default.
@@ -83,9 +83,9 @@ class Tuner:
             WrongResults: the device gets a kernel wrong in all tilings.
         """
         calls, work = self._calls(programs)
-        known = self.file.read(digests := _digests(calls))
-        trials = self._trials(calls, work, known, digests)
-        tuning, begin, ended = self._estimate(trials, known), time.perf_counter(), False
+        entries = self.file.read(digests := _digests(calls))
+        trials = self._trials(calls, work, entries, digests)
+        tuning, begin, ended = self._estimate(trials, entries), time.perf_counter(), False
         try:
             self._time(list(trials.values()), tuning, begin, events)
             for trial in trials.values():
@@ -94,21 +94,21 @@ class Tuner:
             ended = True
         finally:  # keep the choices made before an interrupt
             result = {key: trial.entry(digests[trial.call.kernel.name]) for key, trial in trials.items()}
-            fresh = {key: result[key] for key, one in trials.items() if one.compared and (ended or one.is_over)}
-            known |= fresh
+            fresh = {key: result[key] for key, trial in trials.items() if trial.compared and (ended or trial.is_over)}
+            entries |= fresh
             verdicts_of(self.device).save()
-            left = [
-                key for key in result if ended and key not in known and result[key].tiling == trials[key].tilings[0]
+            skipped_keys = [
+                key for key in result if ended and key not in entries and result[key].tiling == trials[key].tilings[0]
             ]
-            if fresh or left:
-                self.file.add(fresh, digests, skipped={key: result[key].digest for key in left})
+            if fresh or skipped_keys:
+                self.file.add(fresh, digests, skipped={key: result[key].digest for key in skipped_keys})
         if trials:
             tuning.seconds, tuning.over = time.perf_counter() - begin, True
             events.tuning(tuning)
-        several = {key: tilings for key, call in calls.items() if len(tilings := self._tilings(call)) > 1}
-        self.complete = several.keys() <= known.keys()
-        defaults = {key: tilings[0] for key, tilings in several.items()}
-        return defaults | {key: entry.tiling for key, entry in (result | known).items() if key in several}
+        candidates = {key: tilings for key, call in calls.items() if len(tilings := self._tilings(call)) > 1}
+        self.complete = candidates.keys() <= entries.keys()
+        defaults = {key: tilings[0] for key, tilings in candidates.items()}
+        return defaults | {key: entry.tiling for key, entry in (result | entries).items() if key in candidates}
 
     def _usable(self, call: Dispatch) -> Sequence[Tiling]:
         return call.tilings(self.device.capabilities)
@@ -130,28 +130,32 @@ class Tuner:
         return {key: calls[key] for key in sorted(calls, key=lambda k: -work[k])}, work
 
     def _trials(
-        self, calls: dict[str, Dispatch], work: dict[str, float], known: dict[str, TuningEntry], digests: dict[str, str]
+        self,
+        calls: dict[str, Dispatch],
+        work: dict[str, float],
+        entries: dict[str, TuningEntry],
+        digests: dict[str, str],
     ) -> dict[str, Trial]:
         """The calls to time, the heaviest first."""
-        done = set() if self.retune else set(known)
-        done |= set() if self.thorough else self.file.skipped(digests.values())
-        left = {key: (call, self._tilings(call)) for key, call in calls.items() if key not in done}
-        return {key: Trial(call, tilings, work[key]) for key, (call, tilings) in left.items() if len(tilings) > 1}
+        finished_keys = set() if self.retune else set(entries)
+        finished_keys |= set() if self.thorough else self.file.skipped(digests.values())
+        remaining = {key: (call, self._tilings(call)) for key, call in calls.items() if key not in finished_keys}
+        return {key: Trial(call, tilings, work[key]) for key, (call, tilings) in remaining.items() if len(tilings) > 1}
 
-    def _estimate(self, trials: dict[str, Trial], known: dict[str, TuningEntry]) -> Tuning:
-        timed = [(entry.took, len(entry.seconds)) for entry in known.values() if entry.took]
-        each = sum(took for took, _ in timed) / max(1, sum(count for _, count in timed)) if timed else None
-        return Tuning(len(trials), sum(len(trial.tilings) for trial in trials.values()), self.seconds, each)
+    def _estimate(self, trials: dict[str, Trial], entries: dict[str, TuningEntry]) -> Tuning:
+        timed = [(entry.took, len(entry.seconds)) for entry in entries.values() if entry.took]
+        average = sum(took for took, _ in timed) / max(1, sum(count for _, count in timed)) if timed else None
+        return Tuning(len(trials), sum(len(trial.tilings) for trial in trials.values()), self.seconds, average)
 
     def _time(self, trials: list[Trial], tuning: Tuning, begin: float, events: Events) -> None:
         """Times the default of each call, for at most half of the time, then always a tiling of the call with the most
         seconds per tiling so far."""
         while trials:
             tuning.seconds = time.perf_counter() - begin
-            trial = next((one for one in trials if not one.tried), None)
-            tried = [one for one in trials if one.tried]
+            trial = next((candidate for candidate in trials if not candidate.tried), None)
+            tried = [candidate for candidate in trials if candidate.tried]
             if not trial or (tried and tuning.seconds + tuning.longest > tuning.limit / 2):
-                trial = max(tried, key=lambda one: one.urgency)
+                trial = max(tried, key=lambda candidate: candidate.urgency)
             if tuning.seconds + tuning.longest >= tuning.limit:
                 return
             tuning.kernel = trial.call.kernel.name

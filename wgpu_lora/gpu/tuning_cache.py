@@ -177,14 +177,14 @@ class ChoiceFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with lock_file(self.path.with_suffix(".lock"), 10):
-                kept = {k: e for k, e in self._entries().items() if digests.get(e.kernel, e.digest) == e.digest}
+                all_entries = {k: e for k, e in self._entries().items() if digests.get(e.kernel, e.digest) == e.digest}
                 old = {k: v for k, v in self.verdicts().items() if digests.get(v.kernel, v.digest) == v.digest}
-                kept |= entries
-                left = self._section("skipped", str) | dict(skipped)
+                all_entries |= entries
+                all_skipped = self._section("skipped", str) | dict(skipped)
                 content = {
                     "schema": SCHEMA,
-                    "entries": {key: entry.to_json() for key, entry in kept.items()},
-                    "skipped": {key: digest for key, digest in left.items() if key not in kept},
+                    "entries": {key: entry.to_json() for key, entry in all_entries.items()},
+                    "skipped": {key: digest for key, digest in all_skipped.items() if key not in all_entries},
                     "verdicts": {key: asdict(verdict) for key, verdict in (old | dict(verdicts)).items()},
                 }
                 write_bytes_atomic(self.path, json.dumps(content, indent=1).encode())

@@ -45,13 +45,13 @@ class Verdicts:
         self._fresh: dict[str, Verdict] = {}
         self._digests: dict[str, str] = {}
         self._failed: dict[str, Verdict] = {}  # does not compile: known even where nothing is checked
-        self._told: dict[tuple[str, Tiling], WrongKernel] = {}
+        self._reports: dict[tuple[str, Tiling], WrongKernel] = {}
         self._listeners: list[Events] = []
 
     def of(self, call: Dispatch, tiling: Tiling) -> Verdict | None:
         """The verdict on a call's compute pipeline, if it is known."""
-        known = self._all() if self.enabled else self._failed
-        result = known.get(_key(call, tiling)) if known else None
+        verdicts = self._all() if self.enabled else self._failed
+        result = verdicts.get(_key(call, tiling)) if verdicts else None
         return result if result and result.digest == self._digest(call.kernel) else None
 
     def settle(self, call: Dispatch, tiling: Tiling, nmse: float | None, limit: float, reason: str = "") -> Verdict:
@@ -76,24 +76,24 @@ class Verdicts:
         Raises:
             WrongResults: there are none.
         """
-        kept: list[Tiling] = []
+        tilings: list[Tiling] = []
         for tiling in call.tilings(self.device.capabilities):
             verdict = self.of(call, tiling)
             if verdict is None or verdict.right:
-                kept.append(tiling)
-            elif not kept:
+                tilings.append(tiling)
+            elif not tilings:
                 result = self.tell(tiling, verdict)
-        if not kept:
+        if not tilings:
             self.save()
             raise WrongResults(result)
-        return kept
+        return tilings
 
     def choose(self, call: Dispatch, choices: Choices) -> Tiling:
         """The tiling chosen for a call, or the first usable one. Raises WrongResults."""
         tilings = self.usable(call)
-        chosen = choices.get(choice_key(call.kernel, call.present, call.constants)) if call.kernel.tuning else None
+        choice = choices.get(choice_key(call.kernel, call.present, call.constants)) if call.kernel.tuning else None
         # A run may be resumed on another device, where tilings for another subgroup size would give wrong results.
-        return chosen if chosen in tilings else tilings[0]
+        return choice if choice in tilings else tilings[0]
 
     def compiled(self, call: Dispatch, choices: Choices) -> Dispatch:
         """The call in the tiling chosen for it, or in the first usable one if that does not compile. Raises
@@ -112,8 +112,8 @@ class Verdicts:
         info = self.device.info
         of = tiling.to_json(), verdict.nmse, verdict.limit, verdict.reason
         result = WrongKernel(info.name, info.driver, verdict.kernel, *of)
-        if (verdict.kernel, tiling) not in self._told:
-            self._told[verdict.kernel, tiling] = result
+        if (verdict.kernel, tiling) not in self._reports:
+            self._reports[verdict.kernel, tiling] = result
             for events in self._listeners:
                 events.miscompiled(result)
             warnings.warn(f"{result}.", DeviceWarning, stacklevel=_level_of_caller())
@@ -122,7 +122,7 @@ class Verdicts:
     @property
     def reported(self) -> list[str]:
         """The reports of this process, as sentences."""
-        return [f"{item}." for item in self._told.values()]
+        return [f"{item}." for item in self._reports.values()]
 
     @contextmanager
     def reported_to(self, events: Events) -> Iterator[None]:

@@ -46,14 +46,14 @@ class AdapterSlots:
         modules = dict.fromkeys(model.config.lora_modules, 1.0)
         self._specs = [SlotSpec(rank, modules, dora) for _ in range(slots)]
         self.adapters = AdapterSet.declare(model.config, self._specs, model.device.max_binding)
-        self._known: OrderedDict[str, _Adapter] = OrderedDict()  # the one that was used last at the end
+        self._adapters: OrderedDict[str, _Adapter] = OrderedDict()  # the one that was used last at the end
         self._free = list(range(slots - 1, -1, -1))
         self._norms = Norms(model, self.adapters) if dora else None
         self._loads = count(1)
 
     @property
     def names(self) -> list[str]:
-        return [name for name, adapter in self._known.items() if not adapter.leaving]
+        return [name for name, adapter in self._adapters.items() if not adapter.leaving]
 
     @property
     def programs(self) -> list[Program]:
@@ -68,7 +68,7 @@ class AdapterSlots:
 
     def key(self, name: str) -> int:
         """What the weights of an adapter are known by, which another adapter of its name has not."""
-        return self._known[name].number
+        return self._adapters[name].number
 
     def load(self, name: str, config: AdapterConfig, matrices: Matrices) -> None:
         """Make an adapter known; it gets a slot when a request needs it.
@@ -78,9 +78,9 @@ class AdapterSlots:
             NoRoomError: all adapters in memory are in use.
         """
         spec = SlotSpec.of(config, matrices)
-        if name in self._known and self._known[name].leaving:
+        if name in self._adapters and self._adapters[name].leaving:
             raise UserError(f"The adapter '{name}' before still has requests: wait until they end, or choose another.")
-        if name in self._known:
+        if name in self._adapters:
             raise UserError(f"An adapter '{name}' is loaded already: unload it first, or choose another name.")
         if not self._specs:
             raise UserError(f"The adapter '{name}' has no slot on the device: start with room for adapters.")
@@ -93,42 +93,42 @@ class AdapterSlots:
             raise UserError(
                 f"The adapter '{name}' has DoRA's magnitudes, for which slots have no room: start with DoRA."
             )
-        if self.in_memory is not None and len(self._known) >= self.in_memory:
-            unused = [other for other, adapter in self._known.items() if not adapter.requests]
+        if self.in_memory is not None and len(self._adapters) >= self.in_memory:
+            unused = [other for other, adapter in self._adapters.items() if not adapter.requests]
             if not unused:
                 raise NoRoomError(
                     f"The adapter '{name}' has no place: all of {count_noun(self.in_memory, 'adapter')} in memory "
                     "have requests: wait until one has none, or start with more."
                 )
             self._drop(unused[0])
-        self._known[name] = _Adapter(spec, matrices, next(self._loads))
-        self._known.move_to_end(name, last=False)  # it has not been used yet
+        self._adapters[name] = _Adapter(spec, matrices, next(self._loads))
+        self._adapters.move_to_end(name, last=False)  # it has not been used yet
 
     def unload(self, name: str) -> None:
         """Forget an adapter once its requests have ended. Raises UserError if it is unknown."""
         self.check(name)
-        adapter = self._known[name]
+        adapter = self._adapters[name]
         adapter.leaving = True
         if not adapter.requests:
             self._drop(name)
 
     def check(self, name: str) -> None:
         """Raise UserError unless the adapter is known."""
-        if name not in self._known or self._known[name].leaving:
-            others = f"it has {join_words(sorted(self.names))}" if self.names else "none is loaded"
-            raise UserError(f"There is no adapter '{name}': {others}.")
+        if name not in self._adapters or self._adapters[name].leaving:
+            names = f"it has {join_words(sorted(self.names))}" if self.names else "none is loaded"
+            raise UserError(f"There is no adapter '{name}': {names}.")
 
     def add(self, name: str) -> None:
         """Count a request. Raises UserError unless the adapter is known."""
         self.check(name)
-        self._known[name].requests += 1
+        self._adapters[name].requests += 1
 
     def acquire(self, name: str) -> int | None:
         """The slot of an adapter for a request that begins to run; None if all slots are of adapters that do."""
-        adapter = self._known[name]
+        adapter = self._adapters[name]
         if adapter.slot is None:
             if not self._free:
-                idle = [one for one in self._known.values() if one.slot is not None and not one.running]
+                idle = [other for other in self._adapters.values() if other.slot is not None and not other.running]
                 if not idle:
                     return None
                 slot, idle[0].slot = idle[0].slot, None
@@ -137,19 +137,19 @@ class AdapterSlots:
             adapter.slot = self._free.pop()
             self._write(adapter.slot, adapter)
         adapter.running += 1
-        self._known.move_to_end(name)
+        self._adapters.move_to_end(name)
         return adapter.slot
 
     def release(self, name: str, ran: bool) -> None:
         """One request less, which did or did not run."""
-        adapter = self._known[name]
+        adapter = self._adapters[name]
         adapter.requests -= 1
         adapter.running -= ran
         if adapter.leaving and not adapter.requests:
             self._drop(name)
 
     def _drop(self, name: str) -> None:
-        adapter = self._known.pop(name)
+        adapter = self._adapters.pop(name)
         if adapter.slot is not None:
             self._free.append(adapter.slot)
 

@@ -91,7 +91,7 @@ def answer_slots(
     ):
         for start in range(0, len(ids), generator.batch):
             part = slice(start, start + generator.batch)
-            streams = [StreamedAnswer(tokenizer, len(one), settings.stop) for one in ids[part]]
+            streams = [StreamedAnswer(tokenizer, len(input_ids), settings.stop) for input_ids in ids[part]]
             for _, piece in replies(
                 generator, streams, ids[part], slots[part], settings, streamed, samplers=samplers[part]
             ):
@@ -192,8 +192,8 @@ def replies(
     for number, token in tokens:
         yield number, answers[number].push(token) if read else ""
     for number, reply in enumerate(answers):
-        if read and (rest := reply.finish()):
-            yield number, rest
+        if read and (tail := reply.finish()):
+            yield number, tail
 
 
 def answer_of(prompt: Prompt, reply: StreamedAnswer) -> Answer:

@@ -88,8 +88,8 @@ def _observed(decoder: Decoder, count: Tensor, squares: dict[str, Tensor]) -> De
         squares[name] = persistent((size_in,), "f32", "workspace", f"{name} squares")
         return replace(item, weight=MeasuredMatrix(item.weight, count, squares[name]))
 
-    def layer(one: LayerWeights) -> LayerWeights:
-        result = {module: linear(f"{one.path}.{module}.weight", item) for module, item in one.linears.items()}
-        return replace(one, linears=result)
+    def layer(weights: LayerWeights) -> LayerWeights:
+        result = {module: linear(f"{weights.path}.{module}.weight", item) for module, item in weights.linears.items()}
+        return replace(weights, linears=result)
 
     return replace(decoder, layers=tuple(map(layer, decoder.layers)))

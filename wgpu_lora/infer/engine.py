@@ -443,8 +443,8 @@ class Engine:
         """The next tokens, from the hidden states of the first rows."""
         head = self.programs.heads[self._bucket(len(sequences))]
         tokens = self._sample(head, sequences)
-        wanted = [s.request.logprobs is not None for s in sequences]
-        logprobs = self._logprobs(head, tokens) if any(wanted) else []
+        flags = [s.request.logprobs is not None for s in sequences]
+        logprobs = self._logprobs(head, tokens) if any(flags) else []
         outputs = []
         for i, (sequence, token) in enumerate(zip(sequences, tokens.tolist(), strict=True)):
             request = sequence.request
@@ -533,7 +533,7 @@ class Engine:
             write(self.device, self.state.masked, np.zeros(rows.size))
             self._run(head.logits)
             sequence.prompt_logprobs += [
-                replace(one, top=one.top[: request.logprobs or 0]) for one in self._logprobs(head, prompt[rows + 1])
+                replace(item, top=item.top[: request.logprobs or 0]) for item in self._logprobs(head, prompt[rows + 1])
             ]
         last = StepRows(
             prompt[-1:], np.array([prompt.size - 1]), np.array([sequence.place]), np.array([sequence.slot]),

@@ -111,9 +111,9 @@ class EngineState:
         self.edits = make("edits", EDITS, 4)
         self.targets, self.count = make("targets", rows), make("target count", 1)
         self.softmax, self.rescale = make("softmax", rows, 4, dtype="f32"), make("rescale", rows, dtype="f32")
-        kept = min(TOP, self.vocab)
-        self.top = tuple(make(f"top {i}", rows, kept, dtype="f32") for i in range(2))
-        self.top_ids = tuple(make(f"top ids {i}", rows, kept) for i in range(2))
+        top_size = min(TOP, self.vocab)
+        self.top = tuple(make(f"top {i}", rows, top_size, dtype="f32") for i in range(2))
+        self.top_ids = tuple(make(f"top ids {i}", rows, top_size) for i in range(2))
 
     def check(self, max_binding: int) -> None:
         """Raise BindingTooLarge if a tensor of a layer's state, or the scores, exceed a binding."""
@@ -155,7 +155,7 @@ class Step:
         self.cache_rows, self.picked = indices("cache rows", tokens), indices("picked", sequences)
         self.newest = indices("newest", sequences) if not state.cache.shares_prefixes else None
         self.program = Program(device, f"{kind} of {tokens} rows", decoding)
-        recorder = Recorder(self.program, kept=shared_tensors)
+        recorder = Recorder(self.program, shared_tensors=shared_tensors)
         caches = tuple(
             state.cache.layer(i, self.cache_rows, state.blocks, self.newest) for i in range(config.num_hidden_layers)
         )
@@ -214,7 +214,7 @@ class Head:
         def some(tensor: Tensor) -> Tensor:
             return tensor.rows(0, rows)
 
-        scores, kept = some(state.scores), state.top[0].shape[1]
+        scores, top_size = some(state.scores), state.top[0].shape[1]
         for number, ((first, part), whole) in enumerate(zip(decoder.head.chunks(), state.logits, strict=True)):
             logits = some(whole)
             shape: dict[str, Any] = {"rows": rows, "cols": part.rows, "first": first}
@@ -224,7 +224,7 @@ class Head:
                 program.dispatch(mask_logits, logits, *masks, scores, vocab=state.vocab, **shape)
             new, old = number % 2, (number + 1) % 2
             largest = (state.top[old], state.top_ids[old], state.top[new], state.top_ids[new])
-            self.logprobs.dispatch(top_k, logits, state.count, *map(some, largest), k=kept, **shape)
+            self.logprobs.dispatch(top_k, logits, state.count, *map(some, largest), k=top_size, **shape)
             of_softmax = (some(state.targets), state.count, some(state.softmax), some(state.rescale))
             rate = 1 / state.limits.temperature
             self.logprobs.dispatch(softmax_chunk, logits, *of_softmax, **shape, rate=rate, entropy=True)

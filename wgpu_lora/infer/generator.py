@@ -163,10 +163,10 @@ class Generator:
         stop_ids: Collection[int] = (),
     ) -> list[Request]:
         """Queued requests. Raises UserError, which names the prompt, before any runs."""
-        chosen = [None] * len(prompts) if slots is None else slots
-        assert len(prompts) == len(chosen), f"{len(prompts)} prompts, but {len(chosen)} slots"
+        prompt_slots = [None] * len(prompts) if slots is None else slots
+        assert len(prompts) == len(prompt_slots), f"{len(prompts)} prompts, but {len(prompt_slots)} slots"
         requests: list[Request] = []
-        for prompt, slot, sampler in zip(prompts, chosen, samplers, strict=True):
+        for prompt, slot, sampler in zip(prompts, prompt_slots, samplers, strict=True):
             name = None if slot is None else str(slot)
             request = Request(list(prompt), name, sampler, max_new_tokens, stop_ids)
             try:

@@ -104,7 +104,7 @@ class ToolCallParser:
     def _read(self, text: str) -> bool:
         """Add the calls of a text; False if it has none, or something else."""
         body = text.removeprefix(self._form.begin).removesuffix(self._form.end or "\0").strip()
-        found: list[Any] = []
+        calls: list[Any] = []
         try:
             while body:
                 name = ""
@@ -112,12 +112,12 @@ class ToolCallParser:
                     name, body = match[1], body[match.end() :].lstrip()
                 value, end = json.JSONDecoder().raw_decode(body)
                 values = value if isinstance(value, list) else [{"name": name, "arguments": value} if name else value]
-                found += [tool_call(one["name"], one.get(self._form.arguments, {})) for one in values]
+                calls += [tool_call(call["name"], call.get(self._form.arguments, {})) for call in values]
                 body = body[end:].lstrip("; \n\r\t").removeprefix(self._form.begin)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return False
-        self.calls += found
-        return bool(found)
+        self.calls += calls
+        return bool(calls)
 
 
 def tool_call(name: Any, arguments: Any) -> Json:

@@ -68,14 +68,14 @@ class DeviceClaims:
         is used for long would gather many."""
         if self.owner != os.getpid() or (len(self.leases) < 2 and self.bytes <= to):  # a fork inherits its parent's
             return
-        keep, rest = min(to, self.bytes), self.leases
+        keep, leases = min(to, self.bytes), self.leases
         self.leases = []
         if keep > 0:
-            (entry, stack), *rest = rest
+            (entry, stack), *leases = leases
             remainder = replace(entry, bytes=keep, what=STAYS)
             update(self.ledger, remainder)  # before the others end, so that nobody takes what stays
             self.leases = [(remainder, stack)]
-        for _, stack in reversed(rest):
+        for _, stack in reversed(leases):
             stack.close()
 
 

@@ -87,7 +87,7 @@ def device_key(info: DeviceInfo, listed: Sequence[DeviceInfo] | None = None) -> 
 class Repair:
     """Result of a repair: the entries of living owners, and the new path of the damaged file."""
 
-    kept: list[LedgerEntry]
+    entries: list[LedgerEntry]
     damaged: Path
 
 

@@ -129,13 +129,13 @@ def resolve_target_modules(target_modules: str, config: ModelConfig) -> list[str
             (result,) = first_matches([[target_modules]], modules)
         except UserError as error:
             raise UserError(f"{flag('target_modules')} cannot be used: {error}.") from None
-        chosen = [module for module, number in zip(modules, result, strict=True) if number is not None]
-        if not chosen:
+        selection = [module for module, number in zip(modules, result, strict=True) if number is not None]
+        if not selection:
             raise UserError(
                 f"{flag('target_modules')} '{target_modules:.80}' matches none of the model's modules: match paths "
                 f"such as {modules[0]}, or name modules, or use '{ALL}'."
             )
-        return chosen
+        return selection
     targets: set[str] = set()
     for name in names:
         matches = [module for module in modules if _ends_with(module, name)]
@@ -149,14 +149,14 @@ def resolve_target_modules(target_modules: str, config: ModelConfig) -> list[str
 
 def shortest(modules: Collection[str], config: ModelConfig) -> tuple[str, ...]:
     """The shortest names that select exactly these modules, in the model's order."""
-    may, chosen = config.may_be_packed(), set(modules)
+    may, targets = config.may_be_packed(), set(modules)
     everything = [module_of(name) for name in config.parameters if name in may]
     by_name: dict[str, set[str]] = {}
     for module in everything:
         for name in _endings(module):
             by_name.setdefault(name, set()).add(module)
-    ordered = [module for module in everything if module in chosen]
-    return tuple(dict.fromkeys(next(n for n in _endings(module) if by_name[n] <= chosen) for module in ordered))
+    ordered = [module for module in everything if module in targets]
+    return tuple(dict.fromkeys(next(n for n in _endings(module) if by_name[n] <= targets) for module in ordered))
 
 
 def expression(modules: Collection[str], config: ModelConfig) -> str:

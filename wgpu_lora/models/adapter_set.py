@@ -99,32 +99,32 @@ class AdapterSet:
         factors: dict[tuple[str, str], Factor] = {}
         used: list[list[int]] = [[]]
 
-        def blocks_of(modules: Sequence[str], which: str) -> dict[str, int]:
+        def blocks_of(modules: Sequence[str], part: str) -> dict[str, int]:
             """Of a slot's matrix."""
-            if which == "M":
+            if part == "M":
                 return {module: -(-shapes[module][0] // BLOCK) for module in modules if module in scaled}
-            return {module: -(-rank * shapes[module][which == "A"] // BLOCK) for module in modules}
+            return {module: -(-rank * shapes[module][part == "A"] // BLOCK) for module in modules}
 
         def fits(modules: Sequence[str]) -> bool:
-            return all(slots * sum(blocks_of(modules, which).values()) <= limit for which in "AB")
+            return all(slots * sum(blocks_of(modules, part).values()) <= limit for part in "AB")
 
         stacks = list(_stacks(config, order, rank, fits))
         for modules in stacks:
-            for which in PARTS:
-                blocks = blocks_of(modules, which)
-                of = {m: _shape(which, rank, shapes[m]) for m in blocks}
-                each, first = sum(blocks.values()), 0
-                if each * slots > limit:
-                    error = BindingTooLarge(f"{modules[0]}.lora_{which}", 4 * BLOCK * each * slots, max_binding)
+            for part in PARTS:
+                blocks = blocks_of(modules, part)
+                of = {m: _shape(part, rank, shapes[m]) for m in blocks}
+                slot_blocks, first = sum(blocks.values()), 0
+                if slot_blocks * slots > limit:
+                    error = BindingTooLarge(f"{modules[0]}.lora_{part}", 4 * BLOCK * slot_blocks * slots, max_binding)
                     error.advise("use fewer adapters at a time, or a lower rank")
                     raise error
-                if used[-1] and len(used[-1]) + each * slots > limit:
+                if used[-1] and len(used[-1]) + slot_blocks * slots > limit:
                     used.append([])
                 for module, shape in of.items():
                     offset = (len(used[-1]) + first) * BLOCK
-                    factors[module, which] = Factor(len(used) - 1, offset, each * BLOCK, shape)
+                    factors[module, part] = Factor(len(used) - 1, offset, slot_blocks * BLOCK, shape)
                     first += blocks[module]
-                used[-1] += [2 * slot + (which != "A") for slot in range(slots) for _ in range(each)]
+                used[-1] += [2 * slot + (part != "A") for slot in range(slots) for _ in range(slot_blocks)]
         tables = tuple(padded_table(blocks) for blocks in used)
 
         def pages(kind: str, group: str) -> tuple[Tensor, ...]:
@@ -179,22 +179,22 @@ class AdapterSet:
     def _magnitudes(self, module: str) -> Magnitudes | None:
         return Magnitudes(self.factors_of((module,), "M"), *self.gains[module]) if module in self.gains else None
 
-    def factors_of(self, modules: Sequence[str], which: str) -> Factors:
+    def factors_of(self, modules: Sequence[str], part: str) -> Factors:
         """Views of one of the PARTS of successive modules of a stack."""
-        factor = self.factors[modules[0], which]
-        stack_size = BLOCK * sum(self.factors[module, which].blocks for module in modules)
-        size, name = (len(self.specs) - 1) * factor.stride + stack_size, f"{modules[0]}.{which}"
+        factor = self.factors[modules[0], part]
+        stack_size = BLOCK * sum(self.factors[module, part].blocks for module in modules)
+        size, name = (len(self.specs) - 1) * factor.stride + stack_size, f"{modules[0]}.{part}"
         params, grads = (
             Tensor((size,), "f32", pages[factor.page].storage, 4 * factor.offset, name)
             for pages in (self.params, self.grads)
         )
         return Factors(params, grads, factor.stride)
 
-    def of_slot(self, module: str, which: str, slot: int) -> Tensor:
+    def of_slot(self, module: str, part: str, slot: int) -> Tensor:
         """The parameters of one of a module's PARTS in a slot, in their padded shape."""
-        factor = self.factors[module, which]
+        factor = self.factors[module, part]
         place = 4 * (factor.offset + slot * factor.stride)
-        return Tensor(factor.shape, "f32", self.params[factor.page].storage, place, f"{module}.{which}")
+        return Tensor(factor.shape, "f32", self.params[factor.page].storage, place, f"{module}.{part}")
 
     # -- host side -------------------------------------------------------------------------------------------------
 
@@ -218,8 +218,8 @@ class AdapterSet:
     def write(self, device: Device, slot: int, matrices: Matrices, pages: Sequence[Tensor] | None = None) -> None:
         """Writes a slot's matrices to `pages` (by default, the parameters), padding their rank with zeros."""
         for module, pair in matrices.items():
-            for which, matrix in zip(PARTS, pair, strict=False):
-                write_array(device, pages or self.params, self._place(module, which, slot), matrix)
+            for part, matrix in zip(PARTS, pair, strict=False):
+                write_array(device, pages or self.params, self._place(module, part, slot), matrix)
 
     def read(
         self, device: Device, slot: int, pages: Sequence[Tensor] | None = None
@@ -227,18 +227,16 @@ class AdapterSet:
         """Reads a slot's (A [rank, in], B [out, rank]) by module from `pages`, with the slot's own rank; with DoRA, the
         magnitudes [out] follow."""
         result, parts = read_arrays(device, pages or self.params, self.places(slot)), self.parts(slot)
-        return {module: tuple(result[f"{module}.{which}"] for which in parts) for module in self.modules(slot)}
+        return {module: tuple(result[f"{module}.{part}"] for part in parts) for module in self.modules(slot)}
 
     def places(self, slot: int) -> dict[str, Place]:
         parts = self.parts(slot)
-        return {
-            f"{module}.{which}": self._place(module, which, slot) for module in self.modules(slot) for which in parts
-        }
+        return {f"{module}.{part}": self._place(module, part, slot) for module in self.modules(slot) for part in parts}
 
-    def _place(self, module: str, which: str, slot: int) -> Place:
-        factor, rank = self.factors[module, which], self.specs[slot].rank
+    def _place(self, module: str, part: str, slot: int) -> Place:
+        factor, rank = self.factors[module, part], self.specs[slot].rank
         rows, cols = factor.shape
-        stored_shape = {"A": (rank, cols), "B": (rows, rank), "M": (cols,)}[which]
+        stored_shape = {"A": (rank, cols), "B": (rows, rank), "M": (cols,)}[part]
         return Place(factor.page, factor.offset + slot * factor.stride, factor.shape, stored_shape)
 
     def parts(self, slot: int) -> str:
@@ -252,9 +250,9 @@ class AdapterSet:
         return sum(spec.rank * sum(shape) + (shape[0] if spec.dora else 0) for shape in shapes)
 
 
-def _shape(which: str, rank: int, module: tuple[int, int]) -> tuple[int, int]:
+def _shape(part: str, rank: int, module: tuple[int, int]) -> tuple[int, int]:
     out, size_in = module
-    return {"A": (rank, size_in), "B": (out, rank), "M": (1, out)}[which]
+    return {"A": (rank, size_in), "B": (out, rank), "M": (1, out)}[part]
 
 
 def _gains(slots: int, out: int, group: str, module: str) -> tuple[Tensor, Tensor]:
@@ -277,7 +275,7 @@ def _stacks(
     finished: set[str] = set()
     for module in modules:
         whole = rank * config.lora_modules[module][1] % BLOCK == 0
-        stack = tuple(one for one in of.get(module, [module]) if one in modules) if whole else (module,)
+        stack = tuple(name for name in of.get(module, [module]) if name in modules) if whole else (module,)
         if len(stack) > 1 and not fits(stack):
             stack = (module,)
         if module not in finished:
@@ -306,7 +304,7 @@ class Norms:
 
     def _record(self, rec: Recorder, module: str, weight: Weight, slot: int) -> None:
         adapters, rank, out = self.adapters, self.adapters.rank, weight.out_features
-        a, b, m = (adapters.of_slot(module, which, slot) for which in "ABM")
+        a, b, m = (adapters.of_slot(module, part, slot) for part in "ABM")
         p, products = rec.temp((rank, out), name="p"), rec.temp((rank, rank), name="gram")
         weight.forward(rec, a, p, None, False)
         rec.dispatch(gram, a, products, rows=rank, cols=weight.in_features)

@@ -206,14 +206,14 @@ class ForkPlacement:
 
         In a fork, the second sequence must follow the first.
         """
-        following = [*[one.prefix for one in sequences[1:]], 0]
-        for one, prefix in zip(sequences, following, strict=True):
-            if one.prefix:
-                yield self._tail(len(one.input_ids), one.prefix)
+        following = [*[sequence.prefix for sequence in sequences[1:]], 0]
+        for sequence, prefix in zip(sequences, following, strict=True):
+            if sequence.prefix:
+                yield self._tail(len(sequence.input_ids), sequence.prefix)
             elif prefix:
-                yield self._head(len(one.input_ids), prefix)
+                yield self._head(len(sequence.input_ids), prefix)
             else:
-                yield self._alone(len(one.input_ids))
+                yield self._alone(len(sequence.input_ids))
 
     def _take(self, count: int) -> slice:
         span = slice(self.at, self.at + count)

@@ -74,18 +74,20 @@ class LoadedModel:
         """Sentences for the user about quantised weights of a GGUF file that are rounded again."""
         if not isinstance(self.checkpoint, GGUFCheckpoint):
             return []
-        base_dtype, kept, notes = self.decoder.base_dtype, set(), []
+        base_dtype, kept_kinds, notes = self.decoder.base_dtype, set(), []
         rounded: dict[str, dict[str, set[str]]] = {}  # base format -> type in the file -> names of modules
         for name, weight in self.decoder.matrices():
             kind = self.checkpoint.quantised(name)
             if kind and kind.lower() == weight.format:
-                kept.add(kind)
+                kept_kinds.add(kind)
             elif kind:
                 module = module_of(name).rpartition(".")[2]
                 rounded.setdefault(weight.format, {}).setdefault(kind, set()).add(module)
         for target, modules in rounded.items():
             # Of a type that others keep: in Qwen3.5's out_proj, the file's order of heads may divide blocks.
-            of = [f"{kind}{f' of {join_words(sorted(modules[kind]))}' * (kind in kept)}" for kind in sorted(modules)]
+            of = [
+                f"{kind}{f' of {join_words(sorted(modules[kind]))}' * (kind in kept_kinds)}" for kind in sorted(modules)
+            ]
             if target not in DTYPES.values():
                 advice = f"leave out {setting('base_dtype', base_dtype)}"
                 advice = "use a file with other types, such as Q8_0" if base_dtype == GGUF else advice

@@ -303,8 +303,8 @@ class LongRopeTable(RopeTable):
         scaling = self.rope_scaling
         assert isinstance(scaling, LongRopeScaling)
         long = replace(self, rope_scaling=replace(scaling, factors=scaling.long_factors))
-        both = [super(LongRopeTable, table).values(positions) for table in (self, long)]
-        return np.stack(both, axis=1).reshape(self.shape(positions))
+        tables = [super(LongRopeTable, table).values(positions) for table in (self, long)]
+        return np.stack(tables, axis=1).reshape(self.shape(positions))
 
 
 def rope_table(config: Rotary) -> RopeTable:

@@ -40,11 +40,11 @@ class ForwardPasses(Generic[P]):
         self._choices = NO_CHOICES
 
     def programs(self) -> list[Program]:
-        return [each.program for each in self.passes.values()]
+        return [item.program for item in self.passes.values()]
 
     def storages(self) -> set[Storage]:
         result: set[Storage] = set()
-        return result.union(*(each.storages() for each in self.passes.values()))
+        return result.union(*(item.storages() for item in self.passes.values()))
 
     def use(self, arena: Arena, choices: Choices = NO_CHOICES) -> None:
         """Where the programs run; each is built before its first use."""
@@ -88,10 +88,10 @@ class Forward:
         if adapters:
             adapters.record_use(rec)
         hidden = model.decoder.hidden(rec, self.inputs, adapters.bind(self.inputs) if adapters else {})
-        first, *others = temperatures
+        first, *rest = temperatures
         targets = self.inputs.targets
         swept = sweep(rec, hidden, model.decoder.head, targets, self.logprobs[first], temperatures=temperatures)
-        for t in others:
+        for t in rest:
             rec.dispatch(target_logprobs, swept.states[t], targets.count, self.logprobs[t], rows=tokens, rate=1 / t)
 
     def storages(self) -> set[Storage]:
@@ -118,8 +118,8 @@ class Scorer(ForwardPasses[Forward]):
         temperatures: Sequence[float] = (1.0,),
     ):
         self.device = model.device
-        rest = tables, compute_dtype, name, temperatures
-        super().__init__({n: Forward(model, adapters, n, *rest) for n in sorted({*buckets})})
+        settings = tables, compute_dtype, name, temperatures
+        super().__init__({n: Forward(model, adapters, n, *settings) for n in sorted({*buckets})})
 
     def logprobs(
         self, samples: Sequence[Sequence[Segment]], temperatures: Sequence[float] | None = None
@@ -128,16 +128,16 @@ class Scorer(ForwardPasses[Forward]):
 
         temperatures: of each sample, 1 by default.
         """
-        chosen = [1.0] * len(samples) if temperatures is None else temperatures
+        sample_temperatures = [1.0] * len(samples) if temperatures is None else temperatures
         result: dict[int, list[np.ndarray]] = {}
         lengths = [sum(segment.tokens for segment in segments) for segments in samples]
-        for together, one in self.batches(lengths):
+        for together, forward in self.batches(lengths):
             segments = [replace(segment, draws=None) for i in together for segment in samples[i]]
-            places = iter(one.inputs.upload(self.device, segments))
-            one.program.run()
-            used = {t: one.logprobs[t].storage.buffer for t in {chosen[i] for i in together}}
+            places = iter(forward.inputs.upload(self.device, segments))
+            forward.program.run()
+            used = {t: forward.logprobs[t].storage.buffer for t in {sample_temperatures[i] for i in together}}
             values = {t: self.device.read(buffer).view(np.float32) for t, buffer in used.items()}
             for i in together:
                 spans = [next(places) for _ in samples[i]]
-                result[i] = [values[chosen[i]][start:stop].copy() for start, stop in spans]
+                result[i] = [values[sample_temperatures[i]][start:stop].copy() for start, stop in spans]
         return [result[i] for i in range(len(samples))]

@@ -18,20 +18,20 @@ SIMILAR = 0.8  # least similarity of names, from 0 to 1
 OPTIONS_BY_ALIAS = {name: options for options, names in ALIASES.items() for name in names.split()}
 
 
-def aliases_of(known: Collection[str]) -> dict[str, str]:
+def aliases_of(valid_names: Collection[str]) -> dict[str, str]:
     """Aliases -> the options of a command, without names that are options of the command themselves."""
     result = {}
     for name, options in OPTIONS_BY_ALIAS.items():
-        target = next((option for option in options if option in known), None)
-        if target and name not in known:
+        target = next((option for option in options if option in valid_names), None)
+        if target and name not in valid_names:
             result[name] = target
     return result
 
 
-def foreign_option_advice(name: str, known: Collection[str]) -> str | None:
+def foreign_option_advice(name: str, valid_names: Collection[str]) -> str | None:
     """The advice for an option of other programs, as a sentence; None if it names options that this command lacks."""
     for advice, names in REFUSED:
-        if name in names.split() and {option for option, _ in _MARK.findall(advice)} <= set(known):
+        if name in names.split() and {option for option, _ in _MARK.findall(advice)} <= set(valid_names):
             return f"{flag(name)} {_MARK.sub(_spelled, advice)}."
     return None
 
@@ -45,24 +45,24 @@ def _spelled(mark: re.Match[str]) -> str:
         return setting(mark[1], mark[2])
 
 
-def nearest(name: str, known: Collection[str]) -> str | None:
+def nearest(name: str, valid_names: Collection[str]) -> str | None:
     """The options, in their current spelling, that an unknown name may mean, by a typing error or an abbreviation."""
-    others = aliases_of(known)
-    longer = [option for option in known if len(name) > 2 and option.startswith(name)]
-    similar = difflib.get_close_matches(name, [*known, *others], n=1, cutoff=SIMILAR)
-    meant = [others.get(option, option) for option in similar or sorted(longer, key=len)[:2]]
+    aliases = aliases_of(valid_names)
+    longer = [option for option in valid_names if len(name) > 2 and option.startswith(name)]
+    similar = difflib.get_close_matches(name, [*valid_names, *aliases], n=1, cutoff=SIMILAR)
+    meant = [aliases.get(option, option) for option in similar or sorted(longer, key=len)[:2]]
     return any_option(*meant) or None
 
 
-def advice(name: str, known: Collection[str], otherwise: str) -> str:
+def advice(name: str, valid_names: Collection[str], otherwise: str) -> str:
     """The advice for an unknown name: the options that may be meant, or else `otherwise`."""
-    meant = nearest(name, known)
+    meant = nearest(name, valid_names)
     return f"did you mean {meant}?" if meant else otherwise
 
 
 def real_names(
     values: Mapping[str, Any],
-    known: Collection[str],
+    valid_names: Collection[str],
     where: str,
     what: str = "option",
     otherwise: str | None = None,
@@ -80,27 +80,27 @@ def real_names(
     in_python = flag("a_name") == "a_name"
     listed = "help(wgpu_lora.finetune)" if in_python else "'wgpu-lora finetune --help-all'"
     otherwise = otherwise or f"{listed} lists the options."
-    others = aliases_of(known)
-    given: dict[str, Any] = {}
+    aliases = aliases_of(valid_names)
+    result: dict[str, Any] = {}
     called: dict[str, str] = {}
     for key, value in values.items():
         typed = str(key).replace("-", "_")
-        name = others.get(typed, typed)
-        if name not in known:
-            sentence = foreign_option_advice(typed, [*known, "recipe"])
+        name = aliases.get(typed, typed)
+        if name not in valid_names:
+            sentence = foreign_option_advice(typed, [*valid_names, "recipe"])
             if sentence:
                 raise UserError(f"{where}: {sentence}")
-            raise UserError(f"{where} has an unknown {what} '{key}': {advice(typed, known, otherwise)}")
-        if name in given:
+            raise UserError(f"{where} has an unknown {what} '{key}': {advice(typed, valid_names, otherwise)}")
+        if name in result:
             raise UserError(f"{where}: {flag(called[name])} and {flag(typed)} are the same {what}: leave one out.")
-        given[name], called[name] = _builtin(value), typed
-    return given
+        result[name], called[name] = _builtin(value), typed
+    return result
 
 
 def real_value(name: str, value: Any) -> Any:
     """Resolve the value of an option if other programs call it differently."""
     values = VALUES.get(name, {}) if isinstance(value, str) else {}
-    return next((real for real, others in values.items() if value in others.split()), value)
+    return next((real for real, aliases in values.items() if value in aliases.split()), value)
 
 
 def _builtin(value: Any) -> Any:

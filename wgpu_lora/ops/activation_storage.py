@@ -96,9 +96,9 @@ def _packed(
             put.dispatch(to_half, of, half, scale, rows=tensor.size // cols, **shape)
             get.dispatch(from_half, half, back, scale, size=tensor.size, **shape)
         elif saving.offload:
-            kept = temp(of.shape, "f32", "offloaded")
-            put.dispatch(copy, of, kept, size=tensor.size)
-            get.dispatch(copy, kept, back, size=tensor.size)
+            host_copy = temp(of.shape, "f32", "offloaded")
+            put.dispatch(copy, of, host_copy, size=tensor.size)
+            get.dispatch(copy, host_copy, back, size=tensor.size)
         else:
             return None
     return new, put.dispatches, get.dispatches

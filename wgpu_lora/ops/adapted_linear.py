@@ -37,8 +37,8 @@ def adapted_linear(
     else:
         y = into or rec.temp((x.size // layer.weight.in_features, layer.weight.out_features), name="dora")
         if lora.dropout_keys:
-            dropped, rest = dropout_parts(rec, x, lora.dropout_keys, lora.module)
-            linear(rec, rest, layer, None, y, accumulate)
+            dropped, remainder = dropout_parts(rec, x, lora.dropout_keys, lora.module)
+            linear(rec, remainder, layer, None, y, accumulate)
             u = linear(rec, dropped, Linear(layer.weight), replace(own, dropout_keys=None))
             magnified(rec, u, lora, None, y, accumulate=True)
         else:
@@ -73,7 +73,7 @@ def adapted_linears(
         shapes = [(rows, layer.weight.out_features) for layer in layers]
         alone = apart and exceed_binding(rec, rows, layers)
         ys = [rec.temp(shape, name="dora") for shape in shapes] if alone else rec.temps(*shapes, name="dora")
-        return [adapted_linear(rec, x, *each) for each in zip(layers, loras, ys, strict=True)]
+        return [adapted_linear(rec, x, layer, lora, y) for layer, lora, y in zip(layers, loras, ys, strict=True)]
     for offset, y in zip([lora and lora.offset for lora in loras], ys, strict=True):
         if offset:
             frozen_low_rank(rec, x, y, offset)

@@ -46,7 +46,7 @@ def _rows_first(x: np.ndarray) -> np.ndarray:
     "attention/forward.wgsl.j2",
     lib=("tanh",),
     grid=_over_queries,
-    variants=tilings(sums=1, scores=1, kept=2),
+    variants=tilings(sums=1, scores=1, row_values=2),
     tuning=AttentionTuning(later=("cap", "compute_dtype", "block", "cache_dtype")),
     part=some_queries,
 )
@@ -217,9 +217,9 @@ def attention(
         dy, stats = rec.gradient(y), rec.temp((*q.shape[:2], 4), name="stats")
         rec.dispatch(attention_stats, y, dy, lse, stats, rows=rows * q.shape[1], dim=dim)
         dq, dk, dv = (rec.gradient_target(x)[0] for x in (q, k, v))  # regions of one storage, or of several
-        kept = (rec.again(q), rec.again(k), v, dy, stats, ranges)
-        rec.dispatch(attention_backward_q, *kept, dq, keys=k.shape[0], **shape)
-        rec.dispatch(attention_backward_kv, *kept, dk, dv, **shape)
+        inputs = (rec.again(q), rec.again(k), v, dy, stats, ranges)
+        rec.dispatch(attention_backward_q, *inputs, dq, keys=k.shape[0], **shape)
+        rec.dispatch(attention_backward_kv, *inputs, dk, dv, **shape)
 
     rec.node(backward, inputs=[q, k, v], outputs=[y])
     return y

@@ -54,15 +54,15 @@ def on_matrix_units(capabilities: Capabilities, c: Any, roles: int) -> list[Tili
         return []
     if capabilities.workgroup_bytes < MEMORY or unit.sums != "f32":
         return []
-    held = min(16, unit.lanes)  # rows of a subgroup
-    rows = held * (SUBGROUPS // (roles * slices))
+    subgroup_rows = min(16, unit.lanes)  # rows of a subgroup
+    rows = subgroup_rows * (SUBGROUPS // (roles * slices))
     span = 32 if c.dim <= COLUMNS else 16
-    one = Tiling(MATRIX, SUBGROUPS * unit.lanes, rows, span=span, slices=slices, subgroups=SUBGROUPS)
+    tiling = Tiling(MATRIX, SUBGROUPS * unit.lanes, rows, span=span, slices=slices, subgroups=SUBGROUPS)
     whole = c.dim % (roles * slices * unit.n) == 0 and c.dim % (slices * unit.k) == 0
-    return [replace(one, m=unit.m, n=unit.n, k=unit.k)] if whole and rows > 0 and one.lanes <= 256 else []
+    return [replace(tiling, m=unit.m, n=unit.n, k=unit.k)] if whole and rows > 0 and tiling.lanes <= 256 else []
 
 
-def through_workgroup(capabilities: Capabilities, c: Any, sums: int, scores: int, kept: int) -> list[Tiling]:
+def through_workgroup(capabilities: Capabilities, c: Any, sums: int, scores: int, row_values: int) -> list[Tiling]:
     """Tilings of the family `workgroup`, for many queries: the one that loads the fewest words per multiply-add and
     fits a device's registers, the same with half the rows, whose threads load more at once, and the one with the
     fewest registers.
@@ -74,7 +74,7 @@ def through_workgroup(capabilities: Capabilities, c: Any, sums: int, scores: int
     fitting = []
     for across, height in product((8, 16, 32), (8, 4)):
         vectors = cdiv(c.dim, 4 * across)  # of a thread's columns
-        registers = height * (4 * sums * vectors + 4 * scores + kept) + 16 * vectors + ADDRESSES
+        registers = height * (4 * sums * vectors + 4 * scores + row_values) + 16 * vectors + ADDRESSES
         words = scores * (1 / height + 1 / 4) + sums * (1 / height + 1 / (4 * vectors)) * 4 * across * vectors / c.dim
         if registers <= capabilities.registers:
             fitting.append((words, registers, across, height))
@@ -82,20 +82,20 @@ def through_workgroup(capabilities: Capabilities, c: Any, sums: int, scores: int
         return []
     best, small = min(fitting), min(fitting, key=itemgetter(1, 0))
     half = [(*best[2:], 4)] if best[1] + LOADS <= capabilities.registers else []
-    chosen = dict.fromkeys([(*best[2:], 8), *half, (*small[2:], 8)])
-    return [Tiling(WORKGROUP, across * down, height * down, span=4 * across) for across, height, down in chosen]
+    shapes = dict.fromkeys([(*best[2:], 8), *half, (*small[2:], 8)])
+    return [Tiling(WORKGROUP, across * down, height * down, span=4 * across) for across, height, down in shapes]
 
 
-def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Variants:
+def tilings(sums: int, scores: int, row_values: int = 0, queries: bool = True) -> Variants:
     """Tilings of a kernel, which differ by the values that a lane holds.
 
-    sums: outputs per held row and column. scores: values per pair of rows. kept: values per held row.
+    sums: outputs per held row and column. scores: values per pair of rows. row_values: values per held row.
     queries: whether the held rows are queries, else keys.
     """
 
     def fits(tiling: Tiling, capabilities: Capabilities, c: Any) -> bool:
         columns = _columns(c.dim, tiling.lanes, tiling.cols)
-        values = tiling.rows * (sums * columns + 4 + scores * tiling.span + kept)
+        values = tiling.rows * (sums * columns + 4 + scores * tiling.span + row_values)
         return values + OTHERS <= min(capabilities.registers, MOST)
 
     def variants(capabilities: Capabilities, c: Any) -> list[Tiling]:
@@ -103,26 +103,26 @@ def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Vari
 
     def on_lanes(capabilities: Capabilities, c: Any) -> list[Tiling]:
         plain, size = Tiling("plain", 32), capabilities.subgroup_size
-        shared = through_workgroup(capabilities, c, sums, scores, kept)
+        shared = through_workgroup(capabilities, c, sums, scores, row_values)
         if size < 4:
             return [*shared, plain]
         if getattr(c, "block", 0) and (capabilities.decoding or not capabilities.software):
             # In decoding each row is of another sequence, whose cache one workgroup reads once for a key head's group.
             # Whose rows those beside it are then changes nothing.
-            held = max(n for n in range(1, min(size, 8) + 1) if c.group % n == 0)
-            few = [Tiling("spread", size, held, width_of(c.dim, size), span) for span in (2, 1)]
-            result = [one for one in few if capabilities.software or fits(one, capabilities, c)]
+            group_rows = max(n for n in range(1, min(size, 8) + 1) if c.group % n == 0)
+            few = [Tiling("spread", size, group_rows, width_of(c.dim, size), span) for span in (2, 1)]
+            result = [tiling for tiling in few if capabilities.software or fits(tiling, capabilities, c)]
             if result:
                 return [*result, *([plain] if capabilities.software else [])]
         if capabilities.software:
             # There loads take most of the time, and the rows of a lane share them.
             items = c.rows * c.group if queries else c.rows
-            held = 4 * size * c.dim * (scores + sums)
-            rows = [n for n in (4, 2, 1) if n == 1 or (n * held <= CACHE and (n // 2) * size < items)]
+            row_bytes = 4 * size * c.dim * (scores + sums)
+            rows = [n for n in (4, 2, 1) if n == 1 or (n * row_bytes <= CACHE and (n // 2) * size < items)]
             return [*(Tiling("broadcast", size, rows=n, wide=capabilities.int64) for n in rows), plain]
-        one = Tiling("spread", size, cols=width_of(c.dim, size))
-        spread = [replace(one, rows=min(rows, size), span=span) for rows, span in SPREAD]
-        return [*shared, *([one for one in spread if fits(one, capabilities, c)][:OFFERED] or spread[-1:])]
+        base = Tiling("spread", size, cols=width_of(c.dim, size))
+        spread = [replace(base, rows=min(rows, size), span=span) for rows, span in SPREAD]
+        return [*shared, *([tiling for tiling in spread if fits(tiling, capabilities, c)][:OFFERED] or spread[-1:])]
 
     return variants
 
@@ -159,8 +159,8 @@ class AttentionTuning:
         }
         arrays = {name: random_values(rng, "f32", *shape) for name, shape in shapes.items() if name in present}
         if "stats" in present:
-            largest, rest = np.abs(arrays["dy"]).max(axis=2), np.zeros((rows, heads), np.float32)
-            arrays["stats"] = np.stack([rest + 4, rest, largest, rest], axis=2)
+            largest, zeros = np.abs(arrays["dy"]).max(axis=2), np.zeros((rows, heads), np.float32)
+            arrays["stats"] = np.stack([zeros + 4, zeros, largest, zeros], axis=2)
         arrays |= {"ranges": ranges.astype(np.uint32)}
         if c.get("block"):
             arrays["blocks"] = rng.permutation(keys // c["block"]).astype(np.uint32)
@@ -185,5 +185,5 @@ def one_head(arrays: Arrays, c: Constants) -> reference_values.Part | None:
     if not reference_values.is_expensive(HELD * TUNING.work(c), {}):
         return None
     rows, heads = c["rows"], c["kv_heads"]
-    kept = {n: a if n == "ranges" else a.reshape(rows, heads, -1)[:, 0] for n, a in arrays.items()}
-    return kept, {**c, "kv_heads": 1}
+    result = {n: a if n == "ranges" else a.reshape(rows, heads, -1)[:, 0] for n, a in arrays.items()}
+    return result, {**c, "kv_heads": 1}

@@ -19,8 +19,8 @@ def by_quads(c: Any) -> Grid:
 
 def loads(capabilities: Capabilities, c: Any) -> list[Tiling]:
     """Loads as wide as the driver wants them (see `Tiling.wide`)."""
-    both = [Tiling(), Tiling(wide=True)] if capabilities.int64 else [Tiling()]
-    return both[::-1] if capabilities.software else both
+    result = [Tiling(), Tiling(wide=True)] if capabilities.int64 else [Tiling()]
+    return result[::-1] if capabilities.software else result
 
 
 def quads(c: Any) -> dict[str, bool]:
@@ -145,16 +145,16 @@ def dropout_join(
 def dropout_parts(rec: Recorder, x: Tensor, draws: Tensor, module: int) -> tuple[Tensor, Tensor]:
     """dropout(x), and x without it, [T, cols] each."""
     shape = {"rows": draws.shape[0], "cols": x.size // draws.shape[0], "module": module}
-    dropped, rest = rec.temp(x.shape, name="dropped"), rec.temp(x.shape, name="not dropped")
-    rec.dispatch(dropout_split, x, draws, dropped, rest, **shape)
+    dropped, remainder = rec.temp(x.shape, name="dropped"), rec.temp(x.shape, name="not dropped")
+    rec.dispatch(dropout_split, x, draws, dropped, remainder, **shape)
 
     def backward() -> None:
         dx, accumulate = rec.gradient_target(x)
-        gradients = rec.gradient(dropped), draws, rec.gradient(rest), dx
+        gradients = rec.gradient(dropped), draws, rec.gradient(remainder), dx
         rec.dispatch(dropout_join, *gradients, accumulate=accumulate, **shape)
 
-    rec.node(backward, inputs=[x], outputs=[dropped, rest])
-    return dropped, rest
+    rec.node(backward, inputs=[x], outputs=[dropped, remainder])
+    return dropped, remainder
 
 
 def residual(rec: Recorder, x: Tensor, branch: Tensor) -> Tensor:

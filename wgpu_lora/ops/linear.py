@@ -36,7 +36,7 @@ class FrozenMatrix(Protocol):
 class Fusing(FrozenMatrix, Protocol):
     """A frozen matrix whose kernels add LoRA's second product, and multiply others that are stored with it."""
 
-    def product(self, others: Sequence[FrozenMatrix]) -> FrozenProduct | None:
+    def product(self, siblings: Sequence[FrozenMatrix]) -> FrozenProduct | None:
         """The product with this matrix and others; None if it takes several dispatches."""
 
 
@@ -161,9 +161,9 @@ def linears(
             product.backward(rec, all_dys, dx, accumulate, low)
             return
         for weight, dy in zip(weights, dys, strict=True):  # each has scales of its own
-            one = weight.product(()) if isinstance(weight, Fusing) else None
-            assert one is not None
-            one.backward(rec, dy, dx, accumulate, low)
+            weight_product = weight.product(()) if isinstance(weight, Fusing) else None
+            assert weight_product is not None
+            weight_product.backward(rec, dy, dx, accumulate, low)
             accumulate, low = True, None
 
     rec.node(backward, inputs=[x], outputs=ys, trains=stack is not None)
@@ -199,9 +199,9 @@ def _together(
 ) -> tuple[FrozenProduct, Tensor | None, LoraSlots | None] | None:
     """The product with all layers, their biases and their adapters; None if they take several dispatches."""
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias]
-    of, bias = [one for one in loras if one], spanning(biases) if len(biases) == len(layers) else None
+    of, bias = [lora for lora in loras if lora], spanning(biases) if len(biases) == len(layers) else None
     product = weights[0].product(weights[1:]) if isinstance(weights[0], Fusing) and len(weights) > 1 else None
-    alike = all(one.stack is of[0].stack and not one.dropout_keys for one in of) and (
+    alike = all(lora.stack is of[0].stack and not lora.dropout_keys for lora in of) and (
         not of or of[0].stack.size == len(of)
     )
     fits = product and (not biases or bias) and (not of or product.adds(rec, bool(biases)))
@@ -209,8 +209,8 @@ def _together(
 
 
 def _low_rank(loras: Sequence[LoraSlots | None], stack: LoraSlots | None, h: Tensor | None) -> LowRank | None:
-    parts = "".join("1" if one else "0" for one in loras).ljust(3, "1")
-    return next(one for one in loras if one).low_rank(h, stack.b, parts) if stack and h else None
+    parts = "".join("1" if lora else "0" for lora in loras).ljust(3, "1")
+    return next(lora for lora in loras if lora).low_rank(h, stack.b, parts) if stack and h else None
 
 
 def _dropped(rec: Recorder, x: Tensor, lora: LoraSlots) -> Tensor:

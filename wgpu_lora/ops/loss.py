@@ -85,9 +85,9 @@ def softmax_chunk(
             result[r] = np.where(result[r] == 0, 0, result[r] * (1 - (logits[r] / cap) ** 2))
     if apart is None:
         return result, state, rescale
-    kept = apart.copy()
-    kept[: int(count.reshape(-1)[0])] = result[: int(count.reshape(-1)[0])]
-    return logits, state, rescale, kept
+    output = apart.copy()
+    output[: int(count.reshape(-1)[0])] = result[: int(count.reshape(-1)[0])]
+    return logits, state, rescale, output
 
 
 @kernel("target_logprobs.wgsl", grid=lambda c: linear_grid(c.rows), lib=("linear",))
@@ -258,7 +258,7 @@ def sweep(
 def _gradient(
     rec: Recorder,
     swept: Sweep,
-    given: SweepGradient,
+    gradient: SweepGradient,
     head: EmbeddingTable,
     targets: Targets,
     sums: Mapping[float, Tensor],
@@ -266,14 +266,14 @@ def _gradient(
     """The gradient by each target's hidden state, f32 [R, hidden_size]."""
     shape = {"rows": targets.rows.size, "cols": head.in_features}
     total: Tensor | None = None
-    for t, weights in ((t, weights) for t, each in given.rests.items() for weights in each):
+    for t, weights in ((t, weights) for t, tensors in gradient.rests.items() for weights in tensors):
         into = total or rec.temp((shape["rows"], shape["cols"]), name="dpicked")
         accumulate = total is not None
         rec.dispatch(
             rest_gradient, swept.states[t], weights, targets.count, sums[t], into, **shape, accumulate=accumulate
         )
         total = into
-    for t, weights in given.weights.items():
+    for t, weights in gradient.weights.items():
         head_rows, state = embed(rec, targets.ids, head, name="target rows"), swept.states[t]
         rec.dispatch(
             logprob_gradient, state, weights, targets.count, head_rows, sums[t], **shape, rate=1 / t, cap=head.cap
@@ -281,11 +281,11 @@ def _gradient(
         if total is None:
             total = sums[t]
         else:
-            both = rec.temp((shape["rows"], shape["cols"]), name="dpicked")
-            rec.dispatch(add_forward, total, sums[t], both, size=both.size)
-            total = both
+            gradient_sum = rec.temp((shape["rows"], shape["cols"]), name="dpicked")
+            rec.dispatch(add_forward, total, sums[t], gradient_sum, size=gradient_sum.size)
+            total = gradient_sum
     assert total is not None, "the sweep has no gradient"
-    for ids, weights in given.picked.items():
+    for ids, weights in gradient.picked.items():
         by_logits = weights
         if head.cap:
             by_logits = rec.temp(weights.shape, name="before the cap")

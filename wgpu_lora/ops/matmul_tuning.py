@@ -68,16 +68,16 @@ def on_matrix_units(capabilities: Capabilities, c: Any) -> list[Tiling]:
     for rows, columns, subgroups, span in ((256, 128, 16, 32), (128, 128, 8, 32), (128, 64, 8, 64), (64, 64, 4, 32)):
         if unit.sums == "f16" or _matrix_bytes(rows + columns, span) > capabilities.workgroup_bytes:
             span = STEPS_IN_F16
-        one = Tiling(MATRIX, subgroups * unit.lanes, span=span, subgroups=subgroups, m=unit.m, n=unit.n, k=unit.k)
-        one = replace(one, rows=rows // one.height, cols=columns // one.width, sums=unit.sums)
+        tiling = Tiling(MATRIX, subgroups * unit.lanes, span=span, subgroups=subgroups, m=unit.m, n=unit.n, k=unit.k)
+        tiling = replace(tiling, rows=rows // tiling.height, cols=columns // tiling.width, sums=unit.sums)
         sums = 3 if getattr(c, "gated", False) else 2
         if (
-            one.lanes <= capabilities.threads
+            tiling.lanes <= capabilities.threads
             and (rows <= 128 or c.m >= rows)
             and _matrix_bytes(rows + columns, span) <= capabilities.workgroup_bytes
-            and (capabilities.software or sums * one.rows * one.cols + 72 <= capabilities.registers)
+            and (capabilities.software or sums * tiling.rows * tiling.cols + 72 <= capabilities.registers)
         ):
-            result.append(one)
+            result.append(tiling)
     return result
 
 
@@ -101,17 +101,17 @@ def tilings(
     """
 
     def variants(capabilities: Capabilities, c: Any) -> list[Tiling]:
-        size, chosen, steps = capabilities.subgroup_size, shapes, span
+        size, tile_shapes, steps = capabilities.subgroup_size, shapes, span
         decoding = capabilities.decoding and not capabilities.software  # which has one order of summation for all
         if c.form != "tn" and (c.m <= FEW_ROWS or decoding):
             few = min(FEW_ROWS, 1 << (c.m - 1).bit_length())
-            chosen, steps = ((few, 4), (few, 2)), max(span, 32 // few)
-        plain = Tiling("plain", 32, rows=min(chosen[0][0], 8), cols=4, span=span)
+            tile_shapes, steps = ((few, 4), (few, 2)), max(span, 32 // few)
+        plain = Tiling("plain", 32, rows=min(tile_shapes[0][0], 8), cols=4, span=span)
         matrix = [] if decoding else on_matrix_units(capabilities, c)
         shared = [] if capabilities.software or decoding else through_workgroup(capabilities, c)
         if size not in (4, 8, 16, 32, 64):
             return [*matrix, *shared, plain, replace(plain, cols=2)]
-        result = [Tiling("broadcast", size, rows, cols, steps) for rows, cols in chosen]
+        result = [Tiling("broadcast", size, rows, cols, steps) for rows, cols in tile_shapes]
         if c.form == "nt" and (c.m <= FEW_ROWS or decoding) and not capabilities.software and size > owners:
             # Rounds and slices are the order of summation.
             rounds = span if decoding else span * max(1, 32 // span // few)
@@ -136,8 +136,8 @@ def tilings(
 def dense_operand(c: Constants, rng: np.random.Generator) -> Arrays:
     """b of a dense product: [n, k] for nt, [k, n] for nn."""
     if c["stacked"]:
-        one, name = (c["k"], "n") if c["form"] == "nt" else (c["n"], "k")
-        parts = [region(one * size, ITEM_BYTES[c["b_type"]]) for size in sizes(c, name)]
+        depth, name = (c["k"], "n") if c["form"] == "nt" else (c["n"], "k")
+        parts = [region(depth * size, ITEM_BYTES[c["b_type"]]) for size in sizes(c, name)]
         return {"b": random_values(rng, c["b_type"], sum(parts))}
     return {"b": random_values(rng, c["b_type"], *((c["n"], c["k"]) if c["form"] == "nt" else (c["k"], c["n"])))}
 
@@ -280,11 +280,11 @@ def product_part(columns: TakeColumns) -> reference_values.TakePart:
                 reference_values.select_rows(arrays, ROWS_OF, m, rows), {**c, "m": rows.size}, m, rows
             )
         if c["stacked"]:
-            which, counts = ("y", sizes(c, "n")) if c["form"] == "nt" else ("a", sizes(c, "k"))
-            views = split(arrays[which], [m * count for count in counts])
-            picked = {which: joined([view.reshape(m, -1)[rows] for view in views])}
+            key, counts = ("y", sizes(c, "n")) if c["form"] == "nt" else ("a", sizes(c, "k"))
+            views = split(arrays[key], [m * count for count in counts])
+            picked = {key: joined([view.reshape(m, -1)[rows] for view in views])}
             arrays = {
-                **reference_values.select_rows({n: a for n, a in arrays.items() if n != which}, ROWS_OF, m, rows),
+                **reference_values.select_rows({n: a for n, a in arrays.items() if n != key}, ROWS_OF, m, rows),
                 **picked,
             }
             c = {**c, "m": rows.size}
@@ -293,19 +293,19 @@ def product_part(columns: TakeColumns) -> reference_values.TakePart:
             reference_values.select_rows(arrays, ROWS_OF, m, rows), {**c, "m": rows.size}, m, rows
         )
         blocks = reference_values.evenly_spaced(cdiv(n, BLOCK), reference_values.COLUMN_BLOCKS)
-        each = np.flatnonzero(np.isin(np.arange(n) // BLOCK, blocks))
-        b = columns(arrays, c, each)
+        cols = np.flatnonzero(np.isin(np.arange(n) // BLOCK, blocks))
+        b = columns(arrays, c, cols)
         if b is None:
             return arrays, c
         if "factor" in arrays:
-            arrays["factor"] = _factor_columns(arrays["factor"], c, each)
-            c["stride"] = c["rank"] * each.size
-        wide = c.get("y_first", 0) + each
-        kept = {**arrays, **b, "y": arrays["y"].reshape(rows.size, -1)[:, wide]}
+            arrays["factor"] = _factor_columns(arrays["factor"], c, cols)
+            c["stride"] = c["rank"] * cols.size
+        wide = c.get("y_first", 0) + cols
+        result = {**arrays, **b, "y": arrays["y"].reshape(rows.size, -1)[:, wide]}
         if "bias" in arrays:
-            kept["bias"] = arrays["bias"][wide]
+            result["bias"] = arrays["bias"][wide]
         whole: dict[str, Any] = {name: 0 for name in ("y_skip", "y_first", "w_skip", "w_first") if name in c}
-        return kept, {**c, "n": each.size, **whole}
+        return result, {**c, "n": cols.size, **whole}
 
     return take
 

@@ -25,8 +25,8 @@ FACTOR_BLOCK = 1024  # values; `ops.optimizer.BLOCK`
 
 def region(values: int, item_bytes: int = 4) -> int:
     """The values from the start of a part to that of the next."""
-    each = ALIGNMENT // item_bytes
-    return -(-values // each) * each
+    alignment = ALIGNMENT // item_bytes
+    return -(-values // alignment) * alignment
 
 
 def factor_region(values: int) -> int:
@@ -78,13 +78,13 @@ def forward_reference(kernel: Any, arrays: dict[str, Any], c: dict[str, Any], of
     h_first, factor_first = c["h_first"], 0
     for p, n in enumerate(ns):
         own = {**arrays, **{name: parts[p] for name, parts in views.items()}}
-        one = {**c, "n": n, "n1": 0, "n2": 0, "stacked": False, "h_first": h_first}
+        constants = {**c, "n": n, "n1": 0, "n2": 0, "stacked": False, "h_first": h_first}
         if arrays.get("factor") is not None and c["adapted_parts"][p] == "1":
             own["factor"] = arrays["factor"].reshape(-1)[factor_first:]
             h_first, factor_first = h_first + rank, factor_first + factor_region(n * rank)
         else:
             own["factor"] = None
-        views["y"][p][:] = kernel(**own, **one).reshape(-1)
+        views["y"][p][:] = kernel(**own, **constants).reshape(-1)
     return result
 
 
@@ -98,6 +98,6 @@ def backward_reference(kernel: Any, arrays: dict[str, Any], c: dict[str, Any], o
         own = {**arrays, **{name: parts[p] for name, parts in views.items()}, "y": y}
         if p:
             own |= {"factor": None, "row_scale": None} if "row_scale" in own else {"factor": None}
-        one = {**c, "k": k, "k1": 0, "k2": 0, "stacked": False, "accumulate": p > 0 or c["accumulate"]}
-        y = kernel(**own, **one)
+        constants = {**c, "k": k, "k1": 0, "k2": 0, "stacked": False, "accumulate": p > 0 or c["accumulate"]}
+        y = kernel(**own, **constants)
     return y

@@ -36,8 +36,8 @@ class Recorder:
         recompute: record `checkpoint`ed blocks again inside the backward pass instead of keeping their activations.
         compute_dtype: dtype that the inputs of frozen matmuls are rounded to (see `ops.half_precision`); with matrix
             units, f16 for bf16.
-        kept: where a base format keeps decoded constants; by default they are decoded before each product. For NF4,
-            keeping them takes an eighth more memory.
+        shared_tensors: where a base format keeps decoded constants; by default they are decoded before each product.
+            For NF4, keeping them takes an eighth more memory.
     """
 
     def __init__(
@@ -46,17 +46,17 @@ class Recorder:
         training: bool = False,
         recompute: bool = False,
         compute_dtype: str = "f32",
-        kept: SharedTensors | None = None,
+        shared_tensors: SharedTensors | None = None,
     ):
         self.program = program
-        self.kept = kept
+        self.shared_tensors = shared_tensors
         self.compute_dtype = program.device.capabilities.operand_dtype(compute_dtype)
         self.halves: dict[tuple[Storage, int, int], tuple[Tensor, Tensor | None]] = {}
         self.training = training
         self.recompute = recompute
         self._nodes: list[Callable[[], None]] = []
         self._gradients: dict[Storage, Tensor] = {}
-        self._written: dict[Storage, set[int]] = {}  # byte offsets of the row blocks whose gradient is written
+        self._gradient_blocks: dict[Storage, set[int]] = {}  # byte offsets of the row blocks whose gradient is written
         self._tracked: set[Storage] = set()
         self._latest: tuple[Storage, Program, Sequence[Tensor]] | None = None
         self._cheap: dict[Storage, Callable[[], Tensor]] = {}
@@ -161,11 +161,11 @@ class Recorder:
         """`gradient_target` of a row block. The first block creates the whole gradient."""
         if rows.storage not in self._gradients:
             self._gradients[rows.storage] = self.temp((rows.storage.nbytes // 4,), name=f"d{rows.name}")
-            self._written[rows.storage] = set()
-        done = self._written.get(rows.storage)
-        accumulate = done is None or rows.byte_offset in done
-        if done is not None:
-            done.add(rows.byte_offset)
+            self._gradient_blocks[rows.storage] = set()
+        offsets = self._gradient_blocks.get(rows.storage)
+        accumulate = offsets is None or rows.byte_offset in offsets
+        if offsets is not None:
+            offsets.add(rows.byte_offset)
         return self.gradient(rows), accumulate
 
     def share_gradient(self, source: Tensor, targets: list[Tensor]) -> None:

@@ -25,8 +25,8 @@ def _turned(x: np.ndarray, positions: np.ndarray, table: np.ndarray, rotated: in
         return x
     angle = table.reshape(-1, rotated // 2, 2)[positions.astype(int)]
     cos, sin = angle[:, None, :, 0], sign * angle[:, None, :, 1]
-    a, b, rest = np.split(x, [rotated // 2, rotated], axis=2)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=2)
+    a, b, tail = np.split(x, [rotated // 2, rotated], axis=2)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, tail], axis=2)
 
 
 def _region(flat: np.ndarray, first: int, *shape: int) -> np.ndarray:
@@ -76,15 +76,15 @@ def rope_forward(
     x, y, result = x.copy(), None if y is None else y.copy(), []
     for count, weight, name in ((heads, q_weight, "q"), (kv_heads, k_weight, "k")):
         firsts = {"q": (q_first, yq_first), "k": (k_first, yk_first)}[name]
-        one = _region(x, firsts[0], rows, count, dim)
-        normed = one if weight is None else one / np.sqrt((one**2).mean(axis=2, keepdims=True) + eps) * weight
+        region = _region(x, firsts[0], rows, count, dim)
+        normed = region if weight is None else region / np.sqrt((region**2).mean(axis=2, keepdims=True) + eps) * weight
         turned = _turned(normed, positions, table, rotated)
         if name == "k" and rows_of is not None:
-            result = [_stored(turned, rows_of, cache_k), _stored(_region(x, v_first, *one.shape), rows_of, cache_v)]
+            result = [_stored(turned, rows_of, cache_k), _stored(_region(x, v_first, *region.shape), rows_of, cache_v)]
         elif y is None:
-            one[:] = turned
+            region[:] = turned
         else:
-            _region(y, firsts[1], *one.shape)[:] = turned
+            _region(y, firsts[1], *region.shape)[:] = turned
     return (x, *([] if y is None else [y]), *result)
 
 
@@ -116,14 +116,14 @@ def rope_backward(
         (heads, q_weight, q_first, yq_first),
         (kv_heads, k_weight, k_first, yk_first),
     ):
-        one = _region(dy, y_first, rows, count, dim)
-        back = _turned(one, positions, table, rotated, -1.0)
+        region = _region(dy, y_first, rows, count, dim)
+        back = _turned(region, positions, table, rotated, -1.0)
         if dx is None:
-            one[:] = back
+            region[:] = back
             continue
-        of, g = _region(x, first, *one.shape), back * weight
+        of, g = _region(x, first, *region.shape), back * weight
         rstd = 1 / np.sqrt((of**2).mean(axis=2, keepdims=True) + eps)
-        _region(dx, first, *one.shape)[:] = rstd * (g - of * rstd**2 * (g * of).mean(axis=2, keepdims=True))
+        _region(dx, first, *region.shape)[:] = rstd * (g - of * rstd**2 * (g * of).mean(axis=2, keepdims=True))
     return dy if dx is None else (dy, dx)
 
 

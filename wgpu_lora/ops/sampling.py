@@ -66,15 +66,15 @@ def _sampled(scores: np.ndarray, of: Any) -> int:
     if of["temperature"] == 0:
         return int(scores.argmax())
     weights = np.exp(np.maximum((scores - top) / float(of["temperature"]), -100))
-    masses, kept = np.floor(weights * (UNITS / weights.sum())).astype(np.int64), np.ones(scores.size, bool)
+    masses, mask = np.floor(weights * (UNITS / weights.sum())).astype(np.int64), np.ones(scores.size, bool)
     if 0 < of["top_k"] < scores.size:
-        kept &= scores >= np.partition(scores, -int(of["top_k"]))[-int(of["top_k"])]
+        mask &= scores >= np.partition(scores, -int(of["top_k"]))[-int(of["top_k"])]
     if of["top_p"] < 1:
-        goal = max(1, int(masses[kept].sum() * float(of["top_p"])))
+        goal = max(1, int(masses[mask].sum() * float(of["top_p"])))
         order = np.argsort(-scores, kind="stable")
-        reached = np.cumsum(np.where(kept, masses, 0)[order])
-        kept &= scores >= scores[order[min(int(np.searchsorted(reached, goal)), scores.size - 1)]]
-    reached = np.cumsum(np.where(kept & (weights >= of["min_p"]), masses, 0))
+        reached = np.cumsum(np.where(mask, masses, 0)[order])
+        mask &= scores >= scores[order[min(int(np.searchsorted(reached, goal)), scores.size - 1)]]
+    reached = np.cumsum(np.where(mask & (weights >= of["min_p"]), masses, 0))
     if not reached[-1]:
         return int(scores.argmax())
     return int(np.searchsorted(reached, min(int(reached[-1] * float(of["draw"])), reached[-1] - 1), side="right"))

@@ -75,8 +75,8 @@ def add_rows(
 
 def add_support(rec: Recorder, weights: Tensor, ids: Tensor, table: EmbeddingTable, count: Tensor, y: Tensor) -> None:
     """y[r] += sum over s of weights[r, s] table[ids[r, s]], f32 [R, in_features], for weights and ids [R, S]."""
-    rows, kept = ids.shape
-    shape = {"rows": rows, "kept": kept, "cols": table.in_features}
+    rows, support = ids.shape
+    shape = {"rows": rows, "kept": support, "cols": table.in_features}
     tensors = {"weights": weights, "ids": ids, "count": count, "y": y}
     for first, part in table.chunks():
         part.dispatch(rec.dispatch, part.support, tensors, first=first, size=part.rows, **shape)
@@ -115,8 +115,8 @@ def top_k(
     result, result_ids = best.reshape(rows, k).copy(), best_ids.reshape(rows, k).copy()
     old, size = min(k, first), min(k, first + cols)
     for r in range(min(rows, int(count.reshape(-1)[0]))):
-        both = np.concatenate([values.reshape(rows, k)[r, :old], logits.reshape(rows, cols)[r]])
+        candidates = np.concatenate([values.reshape(rows, k)[r, :old], logits.reshape(rows, cols)[r]])
         of = np.concatenate([ids.reshape(rows, k)[r, :old], first + np.arange(cols)])
-        kept = np.sort(np.argsort(-both, kind="stable")[:size])  # the ids ascend
-        result[r, :size], result_ids[r, :size] = both[kept], of[kept]
+        order = np.sort(np.argsort(-candidates, kind="stable")[:size])  # the ids ascend
+        result[r, :size], result_ids[r, :size] = candidates[order], of[order]
     return result, result_ids

@@ -79,15 +79,15 @@ def check(argument: str | None) -> RewardFunction:
 
     def passes(text: str, asserts: str | None) -> float:
         assert asserts is not None
-        code = code_of(text, {name for one in parse_check(asserts) for name, _, _ in one.calls})
+        code = code_of(text, {name for assertion in parse_check(asserts) for name, _, _ in assertion.calls})
         return float(run_check(code, asserts, CHECK_SECONDS).passed)
 
     def reward(completions: Sequence[Any], check: Sequence[str | None] = (), **_: Any) -> Rewards:
-        given = check or [None] * len(completions)
-        keys = [(text_of(one), asserts) for one, asserts in zip(completions, given, strict=True)]
+        checks = check or [None] * len(completions)
+        keys = [(text_of(completion), asserts) for completion, asserts in zip(completions, checks, strict=True)]
         with ThreadPoolExecutor(os.cpu_count() or 1) as checkers:  # completions of a group are often equal
-            seen = {key: checkers.submit(passes, *key) for key in dict.fromkeys(keys) if key[1] is not None}
-        return [seen[key].result() if key in seen else None for key in keys]
+            futures = {key: checkers.submit(passes, *key) for key in dict.fromkeys(keys) if key[1] is not None}
+        return [futures[key].result() if key in futures else None for key in keys]
 
     return reward
 
@@ -108,9 +108,12 @@ def json_schema(argument: str | None) -> RewardFunction:
         return 1.0 if schema is None else float(_validator(schema).is_valid(value))
 
     def reward(completions: Sequence[Any], schema: Sequence[Any] = (), **_: Any) -> Rewards:
-        given = [json.loads(one) if isinstance(one, str) else one for one in schema] or [None] * len(completions)
+        schemas = [json.loads(value) if isinstance(value, str) else value for value in schema] or [None] * len(
+            completions
+        )
         return [
-            fits(completion, shared if own is None else own) for completion, own in zip(completions, given, strict=True)
+            fits(completion, shared if own is None else own)
+            for completion, own in zip(completions, schemas, strict=True)
         ]
 
     return reward
@@ -133,9 +136,12 @@ def regex(argument: str | None) -> RewardFunction:
     shared = re.compile(argument, re.DOTALL) if argument else None
 
     def reward(completions: Sequence[Any], pattern: Sequence[str | None] = (), **_: Any) -> Rewards:
-        own = [one and re.compile(one, re.DOTALL) for one in pattern] or [None] * len(completions)
-        chosen = [one or shared for one in own]
-        return [one and float(bool(one.search(text_of(text)))) for text, one in zip(completions, chosen, strict=True)]
+        patterns = [source and re.compile(source, re.DOTALL) for source in pattern] or [None] * len(completions)
+        expressions = [own or shared for own in patterns]
+        return [
+            expression and float(bool(expression.search(text_of(text))))
+            for text, expression in zip(completions, expressions, strict=True)
+        ]
 
     return reward
 

@@ -62,10 +62,10 @@ def load(name: str) -> Callable[..., Any]:
     sys.path.insert(0, str(path.parent))
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
-    found = getattr(module, after, None)
-    if not callable(found):
+    function = getattr(module, after, None)
+    if not callable(function):
         raise UserError(f"{path.name} has no function {after!r:.80}")
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def _reply(function: Callable[..., Any], message: dict[str, Any]) -> dict[str, Any]:

@@ -69,8 +69,8 @@ class RewardFunctions:
         Args:
             prompts: texts or messages, one for each completion. columns: of its row.
         """
-        given = {"prompts", "completions", "completion_ids", "prompt", "completion", "prompt_ids"}
-        names = {name for row in columns for name in row} - given
+        standard_names = {"prompts", "completions", "completion_ids", "prompt", "completion", "prompt_ids"}
+        names = {name for row in columns for name in row} - standard_names
         arguments: dict[str, Any] = {name: [row.get(name) for row in columns] for name in sorted(names)}
         arguments |= {"prompts": list(prompts), "completions": list(completions)}
         arguments["completion_ids"] = [list(ids) for ids in completion_ids]

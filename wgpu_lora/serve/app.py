@@ -100,8 +100,8 @@ def check_access(request: Request, access: Access) -> None:
     host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
     if access.hosts is not None and host.strip("[]") not in access.hosts:
         raise RequestError("This server answers requests for its own address only.", 403)
-    given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-    if access.api_key and request.url.path != HEALTH and not secrets.compare_digest(given, access.api_key.encode()):
+    key = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+    if access.api_key and request.url.path != HEALTH and not secrets.compare_digest(key, access.api_key.encode()):
         raise RequestError("The API key is missing or wrong: send 'Authorization: Bearer KEY'.", 401,
                            code="invalid_api_key")  # fmt: skip
 
@@ -114,15 +114,15 @@ async def while_connected(request: Request, work: Awaitable[Response]) -> Respon
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    gone = asyncio.ensure_future(disconnect())
+    disconnection = asyncio.ensure_future(disconnect())
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnection}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
-        for one in (task, gone):
-            one.cancel()
+        for future in (task, disconnection):
+            future.cancel()
 
 
 async def read_body(request: Request, limit: int, seconds: float) -> bytes:
@@ -165,19 +165,20 @@ async def no_route(request: Request, error: Exception) -> Response:
 def openapi(endpoints: Collection[Endpoint]) -> schema.Json:
     """The description of endpoints: their requests. Answers and errors are OpenAI's."""
     bodies, definitions = models_json_schema(
-        [(one.body, "validation") for one in endpoints if one.body], ref_template="#/components/schemas/{model}"
+        [(endpoint.body, "validation") for endpoint in endpoints if endpoint.body],
+        ref_template="#/components/schemas/{model}",
     )
     responses = {"200": {"description": "The answer"}, "default": {"description": "An object with 'error'"}}
     paths: schema.Json = {}
-    for one in endpoints:
+    for endpoint in endpoints:
         call: schema.Json = {
-            "summary": one.summary,
-            "operationId": one.path.strip("/").replace("/", "_"),
+            "summary": endpoint.summary,
+            "operationId": endpoint.path.strip("/").replace("/", "_"),
             "responses": responses,
         }
-        if one.body:
-            content = {"application/json": {"schema": bodies[one.body, "validation"]}}
+        if endpoint.body:
+            content = {"application/json": {"schema": bodies[endpoint.body, "validation"]}}
             call["requestBody"] = {"required": True, "content": content}
-        paths[one.path] = {"post" if one.body else "get": call}
+        paths[endpoint.path] = {"post" if endpoint.body else "get": call}
     info = {"title": "wgpu-lora", "version": "1"}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": definitions["$defs"]}}

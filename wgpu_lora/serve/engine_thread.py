@@ -132,22 +132,22 @@ class EngineThread:
             text = f"The server runs or holds {self._limit} answers at a time: ask again in a while, or for fewer."
             raise RequestError(text, status, code="rate_limit_exceeded")
         self._loop = asyncio.get_running_loop()
-        self._answers |= {one.request: one for one in answers}
+        self._answers |= {answer.request: answer for answer in answers}
         try:
             started: bool = await self.call(partial(self._add, answers, read))
         except BaseException:
             self.stop(answers)
             raise
         if not started:
-            for one in answers:
-                self._answers.pop(one.request, None)
+            for answer in answers:
+                self._answers.pop(answer.request, None)
         return started
 
     def stop(self, answers: Sequence[RunningAnswer]) -> None:
         """End answers that are not finished; their pieces come no more."""
-        for one in answers:
-            if self._answers.pop(one.request, None):
-                self._submit(methodcaller("abort", one.request))
+        for answer in answers:
+            if self._answers.pop(answer.request, None):
+                self._submit(methodcaller("abort", answer.request))
 
     def _submit(self, act: Callable[[Engine], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -208,7 +208,7 @@ class EngineThread:
 
     def _add(self, answers: Sequence[RunningAnswer], read: AdapterFiles | None, engine: Engine) -> bool:
         name = answers[0].request.adapter
-        if any(one.request not in self._answers for one in answers):
+        if any(answer.request not in self._answers for answer in answers):
             raise as_request_error(self.failure, 503)  # they have been failed with those that ran
         if name is not None and name not in engine.slots.names:
             if name not in self.adapters:
@@ -216,8 +216,8 @@ class EngineThread:
             if read is None:
                 return False
             engine.load_adapter(name, *read)
-        for one in answers:
-            engine.add(one.request)
+        for answer in answers:
+            engine.add(answer.request)
         return True
 
     def _pass_on(self, outputs: list[StepOutput]) -> None:
@@ -243,56 +243,56 @@ class EngineThread:
         self._engine = self._make(dict(self.adapters))
 
     def _fail(self, error: Exception) -> None:
-        for one in list(self._answers.values()):
-            self._answers.pop(one.request, None)
+        for answer in list(self._answers.values()):
+            self._answers.pop(answer.request, None)
             with suppress(Exception):
-                self._engine.abort(one.request)
-            self._texts.submit(self._end, one, Piece(one.index, error=as_request_error(error, 503)))
+                self._engine.abort(answer.request)
+            self._texts.submit(self._end, answer, Piece(answer.index, error=as_request_error(error, 503)))
 
     # -- of the texts' thread ------------------------------------------------------------------------------------------
 
     def _read(self, outputs: Sequence[StepOutput], ends: Sequence[str | None]) -> None:
         for output, end in zip(outputs, ends, strict=True):
-            if one := self._answers.get(output.request):
+            if answer := self._answers.get(output.request):
                 try:
-                    piece = self._piece(one, output, end)
+                    piece = self._piece(answer, output, end)
                 except Exception as error:  # such as the tokenizer's child process that exceeded a limit
-                    piece = Piece(one.index, error=as_request_error(error, 503))
+                    piece = Piece(answer.index, error=as_request_error(error, 503))
                 if not (piece.finish_reason or piece.error):
-                    self._send(one, piece)
+                    self._send(answer, piece)
                 elif self._answers.pop(output.request, None):
-                    self._end(one, piece)
+                    self._end(answer, piece)
 
-    def _piece(self, one: RunningAnswer, output: StepOutput, end: str | None) -> Piece:
+    def _piece(self, answer: RunningAnswer, output: StepOutput, end: str | None) -> Piece:
         if end == "error":
-            return Piece(one.index, error=RequestError(output.request.error or "", 500))
+            return Piece(answer.index, error=RequestError(output.request.error or "", 500))
         text, now = "", time.monotonic()
         if output.token is not None:
-            text = one.text.push(output.token)
-            one.tokens += 1
-            waited = self.metrics.first_token if one.newest is None else self.metrics.between_tokens
-            waited.labels(one.model).observe(now - (one.newest or one.began))
-            one.newest = now
-        if end or one.text.stopped:
-            text += one.text.finish()
-        if one.text.stopped:
+            text = answer.text.push(output.token)
+            answer.tokens += 1
+            waited = self.metrics.first_token if answer.newest is None else self.metrics.between_tokens
+            waited.labels(answer.model).observe(now - (answer.newest or answer.began))
+            answer.newest = now
+        if end or answer.text.stopped:
+            text += answer.text.finish()
+        if answer.text.stopped:
             end = "stop"
-        grammar = one.request.grammar
+        grammar = answer.request.grammar
         if isinstance(grammar, TokenGrammar) and grammar.error:
             sentence = f"The schema, regex or grammar exceeds a limit: {grammar.error!s:.300}"
-            return Piece(one.index, error=RequestError(sentence))
+            return Piece(answer.index, error=RequestError(sentence))
         end = "length" if end == "capacity" else end
         logprobs = output.logprobs if output.token is not None else None  # none of the token that ends an answer
-        return Piece(one.index, text, logprobs, output.prompt_logprobs, end)
+        return Piece(answer.index, text, logprobs, output.prompt_logprobs, end)
 
-    def _end(self, one: RunningAnswer, piece: Piece) -> None:
-        if one.request.finish_reason is None:  # a stop string, or an error
-            self._submit(methodcaller("abort", one.request))
-        self.metrics.latency.labels(one.model).observe(time.monotonic() - one.began)
-        self.metrics.success.labels(one.model, piece.finish_reason or "error").inc()
-        self._send(one, piece)
+    def _end(self, answer: RunningAnswer, piece: Piece) -> None:
+        if answer.request.finish_reason is None:  # a stop string, or an error
+            self._submit(methodcaller("abort", answer.request))
+        self.metrics.latency.labels(answer.model).observe(time.monotonic() - answer.began)
+        self.metrics.success.labels(answer.model, piece.finish_reason or "error").inc()
+        self._send(answer, piece)
 
-    def _send(self, one: RunningAnswer, piece: Piece) -> None:
+    def _send(self, answer: RunningAnswer, piece: Piece) -> None:
         assert self._loop
         with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(one.pieces.put_nowait, piece)
+            self._loop.call_soon_threadsafe(answer.pieces.put_nowait, piece)

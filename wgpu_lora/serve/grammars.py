@@ -105,14 +105,14 @@ def grammar_source(body: GenerationRequest) -> str | None:
             raise UserError("'response_format' of the type json_schema needs 'json_schema': add it.")
         of_form = form.json_schema.schema_
     any_object = (form and form.type == "json_object") or outputs.json_object
-    given: list[tuple[Any, Callable[[Any], str]]] = [
+    candidates: list[tuple[Any, Callable[[Any], str]]] = [
         *((schema, schema_grammar) for schema in (of_form, body.guided_json, outputs.json_)),
         ({"type": "object"} if any_object else None, schema_grammar),
         *((regex, LLMatcher.grammar_from_regex) for regex in (body.guided_regex, outputs.regex)),
         *((choices, choice_grammar) for choices in (body.guided_choice, outputs.choice)),
         *((grammar, LLMatcher.grammar_from_lark) for grammar in (body.guided_grammar, outputs.grammar)),
     ]
-    sources = [_check_length(make(value)) for value, make in given if value is not None]
+    sources = [_check_length(make(value)) for value, make in candidates if value is not None]
     if len(sources) > 1:
         raise UserError("An answer can follow one schema, regex or grammar: leave out the others.")
     return sources[0] if sources else None
@@ -132,7 +132,7 @@ def _check_length(text: str) -> str:
     return text
 
 
-def call_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Tokenizer) -> str:
+def call_grammar(form: ToolFormat, tools: Sequence[Tool], parallel: bool, tokenizer: Tokenizer) -> str:
     """A grammar, in Lark's notation, of one call of these tools, or of several."""
     lines = []
     for number, tool in enumerate(tools):
@@ -149,9 +149,9 @@ def call_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool, tokeniz
 
     if form is HERMES:
         lines += [f'one: {marker(CALL)} "\\n" any "\\n" {marker(END_CALL)}']
-        start = 'one ("\\n" one)*' if several else "one"
+        start = 'one ("\\n" one)*' if parallel else "one"
     elif form is MISTRAL:
-        start = f'{marker(CALLS)} "[" any {"(" + json.dumps(", ") + " any)*" if several else ""} "]"'
+        start = f'{marker(CALLS)} "[" any {"(" + json.dumps(", ") + " any)*" if parallel else ""} "]"'
     else:
         start = "any"
     return "\n".join([f"start: {start}", f"any: {any_call}", *lines])

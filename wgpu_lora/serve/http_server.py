@@ -61,7 +61,7 @@ def open_engine(
     opened = open_model(model, device, base_dtype)
     tokenizer_of(opened)
     read = {name: read_adapter_for(opened.config, directory) for name, directory in adapters.items()}
-    specs = [SlotSpec.of(*one) for one in read.values()]
+    specs = [SlotSpec.of(*files) for files in read.values()]
     with show(opened) as events:
         engine = Engine(
             opened,
@@ -71,8 +71,8 @@ def open_engine(
             events=events,
             **options,
         )
-    for name, one in read.items():
-        engine.load_adapter(name, *one)
+    for name, files in read.items():
+        engine.load_adapter(name, *files)
     engine.compile()  # so that no request waits for it
     return engine
 
@@ -130,8 +130,8 @@ def serve(
         server: list[_Server] = []
 
         def stop() -> None:
-            for one in server:
-                one.should_exit = True
+            for instance in server:
+                instance.should_exit = True
 
         thread = EngineThread(
             engine,

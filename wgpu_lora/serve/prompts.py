@@ -63,7 +63,7 @@ def text_ids(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]
 
 def samplers(body: GenerationRequest, count: int) -> list[Sampler]:
     """Of each of a prompt's answers: with a seed, of their own seeds from it on; without, of random ones."""
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": body.top_p,
         "top_k": max(0, body.top_k or 0),
@@ -73,16 +73,16 @@ def samplers(body: GenerationRequest, count: int) -> list[Sampler]:
         "frequency_penalty": body.frequency_penalty,
         "logit_bias": body.logit_bias,
     }
-    given = {name: value for name, value in given.items() if value is not None}
+    options = {name: value for name, value in options.items() if value is not None}
     first = secrets.randbits(62) if body.seed is None else body.seed
-    return [Sampler(**given, seed=first + number) for number in range(count)]
+    return [Sampler(**options, seed=first + number) for number in range(count)]
 
 
 def check_room(prompt: Sequence[int], new_tokens: int | None, length: int) -> None:
     """Raises RequestError if a prompt with its answer has more than `length` tokens."""
-    wanted = f"{len(prompt):,} tokens" + (f" and an answer of {new_tokens:,}" if new_tokens else "")
+    size = f"{len(prompt):,} tokens" + (f" and an answer of {new_tokens:,}" if new_tokens else "")
     if len(prompt) + (new_tokens or 1) > length:
         raise RequestError(
-            f"The prompt of {wanted} is more than this server's {length:,} tokens: shorten it, or ask for less.",
+            f"The prompt of {size} is more than this server's {length:,} tokens: shorten it, or ask for less.",
             code="context_length_exceeded",
         )

@@ -80,17 +80,17 @@ class Service:
         name = None if body.model in (None, self.name) else body.model
         if name is not None and name not in self.engine.adapters:
             raise unknown_model(name)
-        scaled = [one for one in body.lora or [] if one.scale != 0]
+        scaled = [adapter for adapter in body.lora or [] if adapter.scale != 0]
         if len(scaled) > 1:
             raise RequestError("'lora' names several adapters, whose sum is not supported: give one.", param="lora")
-        for one in scaled:
-            if one.scale != 1:
-                raise RequestError(f"A scale of {one.scale:g} is not supported: use 1, or 0 for off.", param="lora")
+        for adapter in scaled:
+            if adapter.scale != 1:
+                raise RequestError(f"A scale of {adapter.scale:g} is not supported: use 1, or 0 for off.", param="lora")
             if name is not None:
                 raise RequestError("'lora' and 'model' both name an adapter: leave out one of them.", param="lora")
-            if one.id >= len(self.engine.adapters):
-                raise RequestError(f"There is no adapter {one.id}: /v1/models lists them, from 0.", param="lora")
-            return list(self.engine.adapters)[one.id]
+            if adapter.id >= len(self.engine.adapters):
+                raise RequestError(f"There is no adapter {adapter.id}: /v1/models lists them, from 0.", param="lora")
+            return list(self.engine.adapters)[adapter.id]
         return name
 
     async def load_adapter(self, body: LoadAdapter, raw: Json) -> Response:
@@ -124,13 +124,13 @@ class Service:
         max_tokens: int | None,
         default: int,
         markers: Mapping[int, str],
-        **wanted: Any,
+        **options: Any,
     ) -> list[RunningAnswer]:
         """The answers to prompts, `n` to each, which run now.
 
         Args:
             max_tokens: asked for; otherwise, as many of `default` as there is room for.
-            wanted: further fields of `Request`.
+            options: further fields of `Request`.
 
         Raises:
             UserError: a prompt or an option is not possible.
@@ -149,7 +149,7 @@ class Service:
             new_tokens = max_tokens or min(default, self.max_model_len - len(prompt))
             for draw in draws:
                 request = Request(
-                    list(prompt), adapter, draw, new_tokens, stop_ids, grammar=grammar and grammar.copy(), **wanted
+                    list(prompt), adapter, draw, new_tokens, stop_ids, grammar=grammar and grammar.copy(), **options
                 )
                 text = StreamedText(self._decoder, stop, markers)
                 result.append(RunningAnswer(len(result), request, text, pieces, adapter or self.name))
@@ -171,7 +171,7 @@ class Service:
             if kind == "chat.completion":
                 head["object"] = "chat.completion.chunk"
             return AnswerStream(self.engine, answers, _events(body, head, answers, format))
-        deltas: dict[int, list[Any]] = {one.index: [] for one in answers}
+        deltas: dict[int, list[Any]] = {answer.index: [] for answer in answers}
         try:
             async for piece in _pieces(answers):
                 deltas[piece.index] += format.deltas(piece)
@@ -179,8 +179,8 @@ class Service:
             self.engine.stop(answers)
         choices = [format.whole(index, parts) for index, parts in deltas.items()]
         if body.return_token_ids:
-            for choice, one in zip(choices, answers, strict=True):
-                choice["token_ids"] = one.request.token_ids[: one.tokens]
+            for choice, answer in zip(choices, answers, strict=True):
+                choice["token_ids"] = answer.request.token_ids[: answer.tokens]
         return JSONResponse({**head, "choices": choices, "usage": usage(answers, body.n or 1)})
 
     # -- the smaller endpoints -----------------------------------------------------------------------------------------
@@ -250,13 +250,13 @@ class Service:
             if choice not in ("auto", "none"):
                 if source is not None:
                     raise RequestError("A forced call of a tool cannot follow another grammar: leave out one of them.")
-                several = choice == "required" and body.parallel_tool_calls is not False
-                source = call_grammar(form, tools, several, self.tokenizer)
+                parallel = choice == "required" and body.parallel_tool_calls is not False
+                source = call_grammar(form, tools, parallel, self.tokenizer)
         return conversation_ids(self.tokenizer, body, raw), source, bool(tools) and choice != "none"
 
     async def complete(self, body: CompletionRequest, raw: Mapping[str, Any]) -> Response:
-        given: Any = body.prompt
-        prompts = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+        value: Any = body.prompt
+        prompts = value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
         ids, texts = [], []
         for prompt in prompts:
             ids.append(await self.prepare(text_ids, self.tokenizer, prompt) if isinstance(prompt, str) else prompt)
@@ -273,7 +273,7 @@ class Service:
             logprobs=body.logprobs,
             prompt_logprobs=bool(body.echo) and body.logprobs is not None,
         )
-        echo = [texts[one.index // (body.n or 1)] for one in answers] if body.echo else [""] * len(answers)
+        echo = [texts[answer.index // (body.n or 1)] for answer in answers] if body.echo else [""] * len(answers)
         return await self.respond(body, "text_completion", answers, TextFormat(self.vocabulary, answers, echo))
 
 
@@ -307,14 +307,14 @@ async def _events(
     body: GenerationRequest, head: dict[str, Any], answers: Sequence[RunningAnswer], format: ChatFormat | TextFormat
 ) -> AsyncIterator[str]:
     counted = body.stream_options is not None and body.stream_options.include_usage
-    rest: dict[str, Any] = {"usage": None} if counted else {}
-    for one in answers:
-        for choice in format.start(one.index):
-            yield _event({**head, "choices": [choice], **rest})
+    extra: dict[str, Any] = {"usage": None} if counted else {}
+    for answer in answers:
+        for choice in format.start(answer.index):
+            yield _event({**head, "choices": [choice], **extra})
     try:
         async for piece in _pieces(answers):
             for choice in format.deltas(piece):
-                yield _event({**head, "choices": [choice], **rest})
+                yield _event({**head, "choices": [choice], **extra})
         if counted:
             yield _event({**head, "choices": [], "usage": usage(answers, body.n or 1)})
     except RequestError as error:
@@ -328,13 +328,14 @@ def _event(value: Any) -> str:
 
 def usage(answers: Sequence[RunningAnswer], count: int) -> Json:
     """Of all answers of a request, `count` to each prompt, which counts once."""
-    prompts = [one.request for one in answers[::count]]
-    prompt, completion = sum(len(one.prompt) for one in prompts), sum(one.tokens for one in answers)
+    requests = [answer.request for answer in answers[::count]]
+    prompt = sum(len(request.prompt) for request in requests)
+    completion = sum(answer.tokens for answer in answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in prompts)},
+        "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in requests)},
     }
 
 
@@ -376,12 +377,12 @@ class ChatFormat:
         ]
 
     def whole(self, index: int, deltas: Sequence[Json]) -> Json:
-        calls = [call for one in deltas for call in one["delta"].get("tool_calls", [])]
-        content = "".join(one["delta"].get("content") or "" for one in deltas)
+        calls = [call for delta in deltas for call in delta["delta"].get("tool_calls", [])]
+        content = "".join(delta["delta"].get("content") or "" for delta in deltas)
         message: Json = {"role": "assistant", "content": content if content or not calls else None}
         if calls:
             message["tool_calls"] = calls
-        logprobs = [value for one in deltas if one["logprobs"] for value in one["logprobs"]["content"]]
+        logprobs = [value for delta in deltas if delta["logprobs"] for value in delta["logprobs"]["content"]]
         return {
             "index": index,
             "message": message,
@@ -390,7 +391,7 @@ class ChatFormat:
         }
 
     def _logprob(self, value: TokenLogprobs) -> Json:
-        top = [self._top(*one) for one in value.top]
+        top = [self._top(*pair) for pair in value.top]
         return {**self._top(value.token, value.logprob), "top_logprobs": top}
 
     def _top(self, token: int, logprob: float) -> Json:
@@ -421,13 +422,13 @@ class TextFormat:
         return [{"index": piece.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish_reason}]
 
     def whole(self, index: int, deltas: Sequence[Json]) -> Json:
-        parts: list[Any] = [one["logprobs"] for one in deltas if one["logprobs"]]
+        parts: list[Any] = [delta["logprobs"] for delta in deltas if delta["logprobs"]]
         logprobs: Any = (
             {name: [value for part in parts for value in part[name]] for name in parts[0]} if parts else None
         )
         return {
             "index": index,
-            "text": "".join(one["text"] for one in deltas),
+            "text": "".join(delta["text"] for delta in deltas),
             "logprobs": logprobs,
             "finish_reason": deltas[-1]["finish_reason"],
         }

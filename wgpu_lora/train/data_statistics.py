@@ -80,7 +80,9 @@ class RowStatistics:
     @property
     def saved(self) -> float | None:
         """Share of the positions that packing saves at the run's own maximum length; None if either is not possible."""
-        result = {one.packing: one.positions for one in self.others if one.max_length == self.own.max_length}
+        result = {
+            choice.packing: choice.positions for choice in self.others if choice.max_length == self.own.max_length
+        }
         return 1 - result[True] / result[False] if len(result) == 2 else None
 
 
@@ -208,15 +210,15 @@ def preview_rows(
             return
 
 
-def _preview(args: TrainingArguments, model: ModelFiles, one: _OneRow) -> RowPreview:
-    if isinstance(one.row, BadRow):
-        return RowPreview(one.place, [], [], one.row.reason)
+def _preview(args: TrainingArguments, model: ModelFiles, data: _OneRow) -> RowPreview:
+    if isinstance(data.row, BadRow):
+        return RowPreview(data.place, [], [], data.row.reason)
     try:
-        prepared = prepared_for(args, model, one)
+        prepared = prepared_for(args, model, data)
     except UserError as error:
-        return RowPreview(one.place, [], [], str(error).removeprefix(f"{one.source.locate(one.place)}: "))
-    notes = [note.removesuffix(f" ({one.place})") for note in prepared.account.outcomes(args.length)]
-    return RowPreview(one.place, [_tokens(row, model.tokenizer) for row in prepared.rows], notes)
+        return RowPreview(data.place, [], [], str(error).removeprefix(f"{data.source.locate(data.place)}: "))
+    notes = [note.removesuffix(f" ({data.place})") for note in prepared.account.outcomes(args.length)]
+    return RowPreview(data.place, [_tokens(row, model.tokenizer) for row in prepared.rows], notes)
 
 
 def _tokens(row: Row, tokenizer: Tokenizer | None) -> list[Token]:

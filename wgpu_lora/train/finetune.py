@@ -352,9 +352,9 @@ def prepare_run(
         args, note = default_batches(args, group_lengths(prepared), weight, objective.rows_per_sample)
     stream = stream_of(prepared, args)
     rollouts = rollouts_of(stream, model, heldout, storage)
-    chosen = {"length": length, "batches": note, "adapter": begins, "note": _reference_note(args, objective)}
-    chosen["rounding"] = _rounding_note(args, model.device.capabilities)
-    notes = [f"{label}: {text}" for label, text in chosen.items() if text] + _resume_notes(
+    texts = {"length": length, "batches": note, "adapter": begins, "note": _reference_note(args, objective)}
+    texts["rounding"] = _rounding_note(args, model.device.capabilities)
+    notes = [f"{label}: {text}" for label, text in texts.items() if text] + _resume_notes(
         stream, adapter_options, storage
     )
     use = f"use {flag('eval_data')} or {flag('validation_split')}"
@@ -522,11 +522,11 @@ def sampling_of(streams: Sequence[RolloutStream]) -> Sampling | None:
     if not streams:
         return None
     sizes = [stream.sampling for stream in streams]
-    if len({one.temperature for one in sizes}) > 1:
+    if len({size.temperature for size in sizes}) > 1:
         raise UserError(
             f"Adapters that are trained together must sample at one {flag('temperature')}: give all the same."
         )
-    return Sampling(max(one.sequences for one in sizes), max(one.tokens for one in sizes), sizes[0].temperature)
+    return Sampling(max(size.sequences for size in sizes), max(size.tokens for size in sizes), sizes[0].temperature)
 
 
 SHAPE_ROWS, SHAPE_DATA = 64, "made-up rows"  # of a job of a shape

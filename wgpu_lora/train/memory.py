@@ -58,8 +58,8 @@ def check_adapters(runs: Sequence[TrainingArguments], config: ModelConfig, budge
     available = max(virtual_memory().total, budget.bytes or 0)  # smaller excesses are left to the plan
     modules = {module for args in runs for module in resolve_target_modules(args.target_modules, config)}
     # Parameters and gradients in float32, and the optimizer's state; all slots use the largest rank.
-    each = 8 + max(sum(state.bytes_per_parameter for state in optimizer_of(args).state) for args in runs)
-    a_rank = math.ceil(each * len(runs) * sum(sum(config.lora_modules[module]) for module in modules))
+    parameter_bytes = 8 + max(sum(state.bytes_per_parameter for state in optimizer_of(args).state) for args in runs)
+    a_rank = math.ceil(parameter_bytes * len(runs) * sum(sum(config.lora_modules[module]) for module in modules))
     rank = max(args.lora_r for args in runs)
     if rank * a_rank > available:
         advice = f"lower it to at most {available // a_rank:,}" if available >= a_rank else "choose a smaller model"

@@ -57,8 +57,8 @@ def objective_options(
             f"{setting('objective', objective)} has no loss on given answers: leave it out, or measure pass@k."
         )
     own = before != "kd" and not OBJECTIVES[before].samples
-    chosen = objective or ("kd" if teacher_options else before if own else "sft")
-    options = {"objective": chosen} | (trained if before == chosen else {})
+    eval_objective = objective or ("kd" if teacher_options else before if own else "sft")
+    options = {"objective": eval_objective} | (trained if before == eval_objective else {})
     if teacher_options:
         return {
             name: value for name, value in options.items() if name not in (*TEACHER, "eval_teacher_cache")
@@ -96,11 +96,11 @@ def _trained(adapter: Path) -> dict[str, Any]:
 
 def _recorded_objective(options: Any) -> dict[str, Any]:
     """The recorded objective and the options that it reads."""
-    chosen = options.get("objective") if isinstance(options, dict) else None
-    if not isinstance(chosen, str) or chosen not in OBJECTIVES:
+    objective = options.get("objective") if isinstance(options, dict) else None
+    if not isinstance(objective, str) or objective not in OBJECTIVES:
         return {}
     option_names = {item.name for item in fields(TrainingArguments)}
-    read = {item.name for item in fields(OBJECTIVES[chosen])} & option_names
+    read = {item.name for item in fields(OBJECTIVES[objective])} & option_names
     return {name: options[name] for name in ("objective", "objective_args", *sorted(read)) if name in options}
 
 

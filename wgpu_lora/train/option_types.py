@@ -147,8 +147,8 @@ def own_option(default: Any, text: str, *, within: Range | None = None, choices:
 def from_options(kind: type[T], options: Any, selected_by: str) -> T:
     """Create an objective or optimizer from training options: those that its fields are named after, and its own."""
     shared = {item.name for item in fields(kind)} & {item.name for item in fields(options)}  # type: ignore[arg-type]
-    given = {name: value for name in shared if (value := getattr(options, name)) is not None}  # else its own default
-    return kind(**given, **_parse_args(kind, options, selected_by))
+    values = {name: value for name in shared if (value := getattr(options, name)) is not None}  # else its own default
+    return kind(**values, **_parse_args(kind, options, selected_by))
 
 
 def normalized_args(kind: type, options: Any, selected_by: str) -> str | None:

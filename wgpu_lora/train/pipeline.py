@@ -131,14 +131,16 @@ def prepare_pipeline(
             check_output_free(directory, overwrite=args.overwrite)
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
     args = with_template_date(with_stored_dtype(args, model), model)
-    per_task = [with_template_date(with_stored_dtype(one, model), model, args.template_date) for one in per_task]
+    per_task = [
+        with_template_date(with_stored_dtype(task_args, model), model, args.template_date) for task_args in per_task
+    ]
     args, _ = fit_length(args, model.config.max_position_embeddings)
     check_adapters(per_task, model.config, budget_bytes(model.device.info, args.budget()))
     # An adapter of a resumed pipeline without a checkpoint starts from the beginning.
     starts = [task.name in state.steps for task in tasks]
     runs = [
-        prepare_run(replace(one, resume=resumed), model, slot, task.name, task.weight, task.rows, task.options)
-        for slot, (task, one, resumed) in enumerate(zip(tasks, per_task, starts, strict=True))
+        prepare_run(replace(task_args, resume=resumed), model, slot, task.name, task.weight, task.rows, task.options)
+        for slot, (task, task_args, resumed) in enumerate(zip(tasks, per_task, starts, strict=True))
     ]
     if schedule == "priority-val-loss":
         blind = [run.adapter_name for run in runs if not run.heldout]

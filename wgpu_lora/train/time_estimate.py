@@ -124,8 +124,8 @@ def _take(job: Job[Any]) -> tuple[float, list[tuple[Step, float]], float]:
             break
     if not steps:
         raise UserError(f"No step could be timed, since each of the first {MOST} compiled kernels: this is a bug.")
-    each = sum(seconds for _, seconds in steps) / len(steps)
-    return max(0.0, sum(compiling) - len(compiling) * each), steps, sum(references) / len(references)
+    average = sum(seconds for _, seconds in steps) / len(steps)
+    return max(0.0, sum(compiling) - len(compiling) * average), steps, sum(references) / len(references)
 
 
 def _step(job: Job[Any], step: Step) -> tuple[float, float]:

@@ -246,10 +246,10 @@ class WebModel:
         }
         tensors = []
         for module, pair in zeros.items():
-            for which, matrix in zip("AB", pair, strict=True):
-                buffer, offset, size = self._place(adapters.of_slot(module, which, 0))
+            for part, matrix in zip("AB", pair, strict=True):
+                buffer, offset, size = self._place(adapters.of_slot(module, part, 0))
                 assert size == matrix.nbytes
-                name = tensor_name(module, which)
+                name = tensor_name(module, part)
                 tensors.append({"name": name, "shape": list(matrix.shape), "buffer": buffer, "offset": offset})
         text = adapter_files(adapter_tensors(zeros, config), config)[CONFIG].decode()
         return {"files": {"config": CONFIG, "weights": WEIGHTS}, "config": text, "tensors": tensors}
@@ -257,14 +257,14 @@ class WebModel:
     def _generation(self) -> dict[str, Any]:
         state = self.engine.state
 
-        def step(one: Step) -> dict[str, Any]:
-            places = {"cache_rows": self._place(one.cache_rows), "picked": self._place(one.picked)}
-            return self._rows(one.inputs) | places
+        def step(forward: Step) -> dict[str, Any]:
+            places = {"cache_rows": self._place(forward.cache_rows), "picked": self._place(forward.picked)}
+            return self._rows(forward.inputs) | places
 
         return {
             "context": state.limits.tokens,
             "block": BLOCK,
-            "prefill": [step(one) for one in self.engine.prefill.values()],
+            "prefill": [step(forward) for forward in self.engine.prefill.values()],
             "decode": step(self.engine.decode[1]),
             "blocks": self._place(state.blocks),
             "params": self._place(state.params),

@@ -103,17 +103,17 @@ class Table(StoredMatrix, EmbeddingTable, Protocol):
 class Stacking(Weight, Protocol):
     """A weight that can be stored together with others, so that one dispatch multiplies all of them (see ops.stack)."""
 
-    def stacked(self, others: Sequence[Weight], max_binding: int) -> Sequence[Weight] | None:
+    def stacked(self, siblings: Sequence[Weight], max_binding: int) -> Sequence[Weight] | None:
         """The declared matrices, its own first, in shared storages; None if they cannot be multiplied together."""
 
-    def of_layer(self, others: Sequence[Weight]) -> Sequence[Weight]:
+    def of_layer(self, siblings: Sequence[Weight]) -> Sequence[Weight]:
         """The declared matrices of a layer, its own first, after stacking; they may share what products prepare."""
 
 
 def stacked(weights: Sequence[Weight], max_binding: int) -> Sequence[Weight]:
     """The declared matrices, which will be multiplied with the same inputs, stored together if their formats can."""
-    first, *others = weights
-    result = first.stacked(others, max_binding) if isinstance(first, Stacking) and others else None
+    first, *siblings = weights
+    result = first.stacked(siblings, max_binding) if isinstance(first, Stacking) and siblings else None
     return result or weights
 
 
@@ -122,9 +122,9 @@ def of_layer(weights: Sequence[Weight]) -> Sequence[Weight]:
     result = list(weights)
     for kind in dict.fromkeys(map(type, weights)):
         places = [place for place, weight in enumerate(weights) if type(weight) is kind]
-        first, *others = (weights[place] for place in places)
+        first, *siblings = (weights[place] for place in places)
         if isinstance(first, Stacking):
-            for place, weight in zip(places, first.of_layer(others), strict=True):
+            for place, weight in zip(places, first.of_layer(siblings), strict=True):
                 result[place] = weight
     return result
 

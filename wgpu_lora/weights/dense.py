@@ -82,21 +82,21 @@ class DenseWeight:
                 yield first + start, part.rows(start, stop)
             first += part.shape[0]
 
-    def stacked(self, others: Sequence[Weight], max_binding: int) -> list[DenseWeight] | None:
-        weights = [self, *(other for other in others if isinstance(other, DenseWeight) and other.dtype == self.dtype)]
+    def stacked(self, siblings: Sequence[Weight], max_binding: int) -> list[DenseWeight] | None:
+        weights = [self, *(other for other in siblings if isinstance(other, DenseWeight) and other.dtype == self.dtype)]
         tensors = [weight.parts[0] for weight in weights]
-        alike = len(weights) == 1 + len(others) and all(len(weight.parts) == 1 for weight in weights)
+        alike = len(weights) == 1 + len(siblings) and all(len(weight.parts) == 1 for weight in weights)
         if not alike or sum(align(tensor.nbytes) for tensor in tensors) > max_binding:
             return None
         return [
             DenseWeight((tensor,), self.dtype) for tensor in share_storage(tensors, f"{tensors[0].name} and others")
         ]
 
-    def of_layer(self, others: Sequence[Weight]) -> Sequence[Weight]:
-        return [self, *others]
+    def of_layer(self, siblings: Sequence[Weight]) -> Sequence[Weight]:
+        return [self, *siblings]
 
-    def product(self, others: Sequence[FrozenMatrix]) -> FrozenProduct | None:
-        matrices = [self, *others]
+    def product(self, siblings: Sequence[FrozenMatrix]) -> FrozenProduct | None:
+        matrices = [self, *siblings]
         tensors = [part for matrix in matrices if isinstance(matrix, DenseWeight) for part in matrix.parts]
         b = spanning(tensors) if len(tensors) == len(matrices) else None
         if b is None:

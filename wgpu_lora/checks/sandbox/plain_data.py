@@ -64,11 +64,11 @@ def load(text: str | bytes) -> Any:
 
 class _Bounded:
     def __init__(self) -> None:
-        self._left, self._room = MAX_VALUES, MAX_LENGTH
+        self._remaining, self._room = MAX_VALUES, MAX_LENGTH
 
     def count(self, depth: int) -> None:
-        self._left -= 1
-        if self._left < 0:
+        self._remaining -= 1
+        if self._remaining < 0:
             raise NotPlainError(f"more than {MAX_VALUES:,} values")
         if depth > MAX_DEPTH:
             raise NotPlainError(f"nested more than {MAX_DEPTH} deep")

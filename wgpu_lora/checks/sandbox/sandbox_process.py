@@ -107,7 +107,7 @@ class SandboxProcess:
             start_new_session=True,
         )
         self._chunks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._rest = bytearray()
+        self._buffer = bytearray()
         self._reader = threading.Thread(target=self._listen, name=LISTENER, daemon=True)
         self._reader.start()
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -158,8 +158,8 @@ class SandboxProcess:
 
     def _hear(self) -> tuple[Any, Any]:
         searched = 0
-        while (end := self._rest.find(b"\n", searched)) < 0:
-            searched = len(self._rest)
+        while (end := self._buffer.find(b"\n", searched)) < 0:
+            searched = len(self._buffer)
             seconds = self._deadline - time.monotonic()
             try:
                 if seconds <= 0:  # even if there is more to read
@@ -169,9 +169,9 @@ class SandboxProcess:
                 raise TimedOutError(f"no answer in {self._seconds:g} s") from None
             if not chunk:
                 raise ProcessEnded(self._end())
-            self._rest += chunk
-        line = bytes(self._rest[:end])
-        del self._rest[: end + 1]
+            self._buffer += chunk
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
         try:
             kind, payload = json.loads(line)
         except (ValueError, TypeError, RecursionError):

@@ -113,8 +113,8 @@ class GGUFCheckpoint:
         info = self._tensors[name]
         if info.kind in PLAIN:
             return self.dtype(name).lower()
-        known = re.fullmatch(GGUF_PATTERN, info.kind.name.lower()) and not self._stored_as[name].layout.changes_values
-        return info.kind.name.lower() if known and self._block_order(name) is not None else None
+        usable = re.fullmatch(GGUF_PATTERN, info.kind.name.lower()) and not self._stored_as[name].layout.changes_values
+        return info.kind.name.lower() if usable and self._block_order(name) is not None else None
 
     def read_blocks(self, name: str, base_format: str, row_start: int, row_stop: int) -> np.ndarray:
         """Rows of a tensor in a type of GGUF files, which is its `base_format`: uint8 [rows, bytes]."""

@@ -71,9 +71,9 @@ class Header:
                 f"{key} in {self.path} is not an array of at most {most:,} strings of {MAX_ARRAY_TEXT >> 20} MiB: "
                 "use another conversion of the model."
             )
-        return self._each(key, array)
+        return self._iter_strings(key, array)
 
-    def _each(self, key: str, array: Array) -> Iterator[str]:
+    def _iter_strings(self, key: str, array: Array) -> Iterator[str]:
         with opened(self.path) as file:
             reader = Reader(self.path, file, array.offset)
             for data in reader.strings(array.count, True):

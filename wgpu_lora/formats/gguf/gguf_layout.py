@@ -40,8 +40,8 @@ class Tiled:
     start: int = 0
 
     def index(self, count: int) -> np.ndarray:
-        rest = np.arange(self.start, count).reshape(self.groups, self.heads // self.groups, -1)
-        return np.concatenate([np.arange(self.start), rest.swapaxes(0, 1).ravel()])
+        heads = np.arange(self.start, count).reshape(self.groups, self.heads // self.groups, -1)
+        return np.concatenate([np.arange(self.start), heads.swapaxes(0, 1).ravel()])
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Layout:
         """The same of columns; None if these have the checkpoint's order."""
         return self.columns.index(count) if self.columns else None
 
-    def written(self, rows: np.ndarray) -> np.ndarray:
+    def file_rows(self, rows: np.ndarray) -> np.ndarray:
         """Rows for the file, float32, from such of a checkpoint that have the file's order."""
         index = self.column_index(rows.shape[1]) if rows.ndim > 1 else None
         rows = rows if index is None else rows[:, index]
@@ -103,11 +103,11 @@ def read_rows_in_order(read: Callable[[int, int], np.ndarray], rows: np.ndarray)
     if (np.diff(rows) == 1).all():  # the usual order, without a copy
         return read(int(rows[0]), int(rows[-1]) + 1)
     order = np.argsort(rows)
-    parts = [read(start, stop)[which - start] for start, stop, which in _runs(rows[order])]
+    parts = [read(start, stop)[run - start] for start, stop, run in _runs(rows[order])]
     return np.concatenate(parts)[np.argsort(order)]
 
 
 def _runs(rows: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
     """Parts of rows, which ascend: the first, the one after the last, and the rows."""
-    for which in np.split(rows, np.flatnonzero(np.diff(rows) > _NEAR) + 1):
-        yield int(which[0]), int(which[-1]) + 1, which
+    for run in np.split(rows, np.flatnonzero(np.diff(rows) > _NEAR) + 1):
+        yield int(run[0]), int(run[-1]) + 1, run

@@ -54,11 +54,11 @@ def write_tensors(writers: Sequence[GGUFWriter], tensors: Tensors) -> None:
         file = _file(writer)
         writer.write_padding(file, file.tell())
     for name, (shape, kinds, pieces) in tensors.items():
-        written = [0] * len(writers)
+        counts = [0] * len(writers)
         for piece in pieces():
             for number, (writer, values) in enumerate(zip(writers, piece, strict=True)):
-                written[number] += _file(writer).write(np.ascontiguousarray(values).data)
-        for writer, count, kind in zip(writers, written, kinds, strict=True):
+                counts[number] += _file(writer).write(np.ascontiguousarray(values).data)
+        for writer, count, kind in zip(writers, counts, kinds, strict=True):
             if count != nbytes(shape, kind):
                 raise ValueError(f"{name}: got {count} bytes, expected {nbytes(shape, kind)}")
             writer.write_padding(_file(writer), count)

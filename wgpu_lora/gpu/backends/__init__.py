@@ -103,9 +103,9 @@ def backend(name: str | None = None) -> Backend:
     Raises:
         UserError: there is no such backend, or it is not installed.
     """
-    chosen = name or os.environ.get(ENVIRONMENT) or AUTO
-    check_backend(chosen)
-    return _load(WGPU if chosen == AUTO else chosen)
+    choice = name or os.environ.get(ENVIRONMENT) or AUTO
+    check_backend(choice)
+    return _load(WGPU if choice == AUTO else choice)
 
 
 @cache

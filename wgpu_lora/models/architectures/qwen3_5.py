@@ -170,8 +170,8 @@ class Qwen35Text(Transformer):
         if not self.linear_layers[index]:
             out, hidden = result[name].shape
             return {**result, name: replace(result[name], shape=(2 * out, hidden))}
-        rest = {name: item for name, item in result.items() if not name.startswith("self_attn.")}
-        return self._delta_net().parameters() | rest
+        remaining = {name: item for name, item in result.items() if not name.startswith("self_attn.")}
+        return self._delta_net().parameters() | remaining
 
     def stacks(self, index: int) -> Sequence[Sequence[str]]:
         *_, mlp = super().stacks(index)

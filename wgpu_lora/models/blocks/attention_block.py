@@ -65,8 +65,8 @@ class Attention:
 
     def cache(self) -> dict[str, CacheTensor]:
         """Rotated keys, and values."""
-        each = CacheTensor((self.num_key_value_heads, self.head_dim))
-        return {"keys": each, "values": each}
+        tensor = CacheTensor((self.num_key_value_heads, self.head_dim))
+        return {"keys": tensor, "values": tensor}
 
     def stack(self) -> tuple[str, ...]:
         """The modules that read the same x."""
@@ -110,8 +110,8 @@ class Attention:
             parts = [rec.temp(shape, name=name) for shape, name in zip(shapes, "qkv", strict=True)]
         for start, stop in blocks:
             all_rows = len(blocks) == 1
-            both = block.linear(x.rows(start, stop), f"{self.name}.qkv_proj", first_row=None if all_rows else start)
-            split_columns(rec, both, parts if all_rows else [part.rows(start, stop) for part in parts])
+            qkv = block.linear(x.rows(start, stop), f"{self.name}.qkv_proj", first_row=None if all_rows else start)
+            split_columns(rec, qkv, parts if all_rows else [part.rows(start, stop) for part in parts])
         return parts
 
 
@@ -120,9 +120,9 @@ class GatedAttention(Attention):
     """q_proj has a query and a gate [2, head_dim] for each head; o_proj reads the head's output times sigmoid(gate)."""
 
     def record(self, block: LayerContext, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        both, k, v = block.linears(x, self.stack())
-        heads = both.shape[1] // (2 * self.head_dim)
-        q = query_part(block.rec, both, heads)
+        query_gate, k, v = block.linears(x, self.stack())
+        heads = query_gate.shape[1] // (2 * self.head_dim)
+        q = query_part(block.rec, query_gate, heads)
         k, v = (part.reshape(part.shape[0], self.num_key_value_heads, self.head_dim) for part in (k, v))
-        y = gated(block.rec, self.attend(block, q, k, v), both)
+        y = gated(block.rec, self.attend(block, q, k, v), query_gate)
         return block.linear(y, f"{self.name}.o_proj", onto, accumulate=onto is not None)

@@ -330,7 +330,7 @@ class GatedMLP:
         return y
 
     def _fused(self, block: LayerContext, x: Tensor, first_row: int) -> Tensor:
-        both = block.linear(x, f"{self.name}.gate_up_proj", first_row=first_row)
+        gate_up = block.linear(x, f"{self.name}.gate_up_proj", first_row=first_row)
         parts = block.rec.temps(*[(x.shape[0], self.inner)] * 2, name="gate and up")
-        split_columns(block.rec, both, parts)
+        split_columns(block.rec, gate_up, parts)
         return (geglu if self.gelu else swiglu)(block.rec, *parts)

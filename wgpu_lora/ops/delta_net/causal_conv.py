@@ -26,8 +26,8 @@ def _before(x: np.ndarray, runs: np.ndarray, back: int, state: np.ndarray | None
     here = np.flatnonzero(before >= back)
     result[here] = x[here - back]
     if state is not None:
-        kept = np.flatnonzero((before < back) & (goes_on != 0))
-        result[kept] = state[sequence[kept], state.shape[1] + before[kept] - back]
+        rows = np.flatnonzero((before < back) & (goes_on != 0))
+        result[rows] = state[sequence[rows], state.shape[1] + before[rows] - back]
     return result
 
 

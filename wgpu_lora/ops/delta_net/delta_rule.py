@@ -82,8 +82,8 @@ class _Inputs:
         larger."""
         (key_heads, heads), (key, value) = self.heads.values(), self.dims.values()
         group = heads // key_heads
-        each = 4 * group * max(cdiv(self.rows, CHUNK) * key * value, self.rows * max(key, value, CHUNK))
-        count = cdiv(key_heads, max(1, limit // each))
+        group_bytes = 4 * group * max(cdiv(self.rows, CHUNK) * key * value, self.rows * max(key, value, CHUNK))
+        count = cdiv(key_heads, max(1, limit // group_bytes))
         bounds = [group * (key_heads * i // count) for i in range(count + 1)]
         for first, stop in pairwise(bounds):
             yield _Block(self, {"rows": self.rows, "first": first, "heads": stop - first, **self.heads})
@@ -160,8 +160,8 @@ class _Block:
 
         # by K as the row of M and W (dk), by K as what later rows see (dk_behind), and by Q
         by_m, by_p = self.temp(rec, CHUNK, "dm"), self.temp(rec, CHUNK, "dp")
-        both = {"x_of": "block", "y_of": "block", "strict": True, "negative": True}
-        self.dispatch(rec, delta_pairs, du, u, dx, w, of.decay, of.beta, by_m, dim=value, dim2=key, **both)
+        options = {"x_of": "block", "y_of": "block", "strict": True, "negative": True}
+        self.dispatch(rec, delta_pairs, du, u, dx, w, of.decay, of.beta, by_m, dim=value, dim2=key, **options)
         self.dispatch(
             rec, delta_pairs, dy, new, None, None, of.decay, None, by_p, dim=value, x_of="value", y_of="block"
         )
@@ -244,8 +244,8 @@ def gated_delta_rule(
         )
         return y
     blocks = list(inputs.blocks(min(BLOCK_BYTES, rec.program.device.max_binding)))
-    kept = [block.states(rec) for block in blocks]
-    for block, states in zip(blocks, kept, strict=True):
+    block_states = [block.states(rec) for block in blocks]
+    for block, states in zip(blocks, block_states, strict=True):
         block.forward(rec, y, states, False)
         rec.save_for_backward(states)
 
@@ -254,7 +254,7 @@ def gated_delta_rule(
         targets = [rec.gradient_target(x) for x in (q, k, v, a, b)]
         assert not any(accumulate for _, accumulate in targets), "an input of the delta rule has another use"
         gradients, decays = _Gradients(*(target for target, _ in targets)), _Decays(a, b, a_log, dt_bias)
-        for block, states in zip(blocks, kept, strict=True):
+        for block, states in zip(blocks, block_states, strict=True):
             _Block(_Inputs(*again, beta, decay, runs), block.shape).backward(
                 rec, states, rec.gradient(y), gradients, decays
             )

@@ -100,7 +100,7 @@ def delta_tokens(
     x: of `delta_inputs`. state: [sequences, value_heads, key_dim, value_dim], before and after."""
     keys, heads = key_heads * key_dim, (rows, value_heads, value_dim)
     cols = 2 * keys + value_heads * value_dim
-    q, k, v, kept, _ = np.split(x.reshape(rows, -1), (keys, 2 * keys, cols, cols + value_heads), axis=1)
+    q, k, v, decay, _ = np.split(x.reshape(rows, -1), (keys, 2 * keys, cols, cols + value_heads), axis=1)
     q, k = (z.reshape(rows, key_heads, key_dim).repeat(value_heads // key_heads, axis=1) for z in (q, k))
     q, k = (z / np.sqrt((z**2).sum(axis=2, keepdims=True) + eps) for z in (q, k))
     v, gate, out = v.reshape(heads), gate.reshape(heads), np.zeros(heads)
@@ -109,7 +109,7 @@ def delta_tokens(
     for t, (before, _, sequence, goes_on) in enumerate(runs.reshape(-1, 4).astype(np.int64)):
         if not before:
             now = states[sequence] if goes_on else np.zeros(states.shape[1:])
-        now = kept[t, :, None, None] * now
+        now = decay[t, :, None, None] * now
         u = beta[t, :, None] * (v[t] - np.einsum("hdc,hd->hc", now, k[t]))
         now = now + np.einsum("hd,hc->hdc", k[t], u)
         out[t] = scale * np.einsum("hdc,hd->hc", now, q[t])

@@ -62,7 +62,7 @@ class StepPart:
     def accumulate(self, span: Span) -> None:
         """Add the losses, metrics and gradients of a part, and wait for the device."""
         for groups in self.run.stream.part(self.step, *span, self.run.slot):
-            batch = groups if self.estimate is None else [replace(one, kl_estimate=self.estimate) for one in groups]
+            batch = groups if self.estimate is None else [replace(group, kl_estimate=self.estimate) for group in groups]
             self.session.accumulate(batch)
         self.session.device.wait()
 

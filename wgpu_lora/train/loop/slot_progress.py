@@ -35,7 +35,7 @@ class SlotProgress:
     ended: str | None = None
     events: Events = SILENT
     _last_line: dict[str, Any] = field(default_factory=dict)  # of the last step
-    _written: dict[str, Any] = field(default_factory=dict)  # the last one in the log
+    _last_entry: dict[str, Any] = field(default_factory=dict)  # the last one in the log
 
     def __post_init__(self) -> None:
         state, self.clock = self.run.state, TrainingClock(self.run)
@@ -196,7 +196,7 @@ class SlotProgress:
             result = {}
         self._last_line |= result
         if result and not self.run.state.pending:  # the last step was logged, when nobody knew that it was the last
-            self._log(self._written | result | self._times())
+            self._log(self._last_entry | result | self._times())
         self.write_pending()
         self.save_best()
 
@@ -214,7 +214,7 @@ class SlotProgress:
             **self._times(),
         }
         self._log(entry)
-        self._written = entry
+        self._last_entry = entry
         state.pending, state.pending_tokens, state.pending_processed_tokens, state.pending_seconds = [], 0, 0, 0.0
 
     def _times(self) -> dict[str, float]:

@@ -59,7 +59,7 @@ def dpo_slopes(c: Any, r: Any, lengths: Any, weights: dict[str, float], beta: fl
         "exo_pair": bell * (h - odds),
         "robust": -flipped,
     }
-    both = {name: (beta * slope, -beta * slope) for name, slope in by_h.items()} | {
+    slopes = {name: (beta * slope, -beta * slope) for name, slope in by_h.items()} | {
         "ipo": tuple(2 * (mean - 1 / (2 * beta)) * sign / n for sign, n in zip((1, -1), lengths.T, strict=True)),
         "nca_pair": (beta * (0.5 * sigmoid(a) - sigmoid(-a)), 0.5 * beta * sigmoid(b)),
         "sppo_hard": (2 * (c - 0.5 / beta), 2 * (r + 0.5 / beta)),
@@ -68,7 +68,7 @@ def dpo_slopes(c: Any, r: Any, lengths: Any, weights: dict[str, float], beta: fl
         "sft": (none, none),
     }
     return np.stack(
-        [sum(weight * both[name][i] for name, weight in weights.items() if weight) + none for i in (0, 1)], 1
+        [sum(weight * slopes[name][i] for name, weight in weights.items() if weight) + none for i in (0, 1)], 1
     )
 
 
@@ -81,7 +81,7 @@ def dpo_scores(
 ) -> Any:  # fmt: skip
     """losses = sum of weight loss(c, r), with c and r the log-ratios to the reference (see `dpo_losses`)."""
     loss_weights = (sigmoid, hinge, ipo, exo_pair, nca_pair, robust, sppo_hard, apo_zero, apo_down, sft)
-    chosen = dict(zip(LOSSES, loss_weights, strict=True))
+    weights = dict(zip(LOSSES, loss_weights, strict=True))
     used = group_weights.reshape(size) != 0
     x = np.where(used[:, None, None], sums.reshape(size, 2, 2), 0)
     ratios = x[:, :, 0] - np.where(used[:, None], reference.reshape(size, 2), 0)
@@ -89,9 +89,9 @@ def dpo_scores(
     lengths = np.maximum(1, spans[:, :, 1] - spans[:, :, 0])
     c, r = ratios.T
     shared = np.where(used, shared_values.reshape(size), 0)
-    loss = dpo_losses(c, r, lengths, -shared * x[:, 0, 1], chosen, beta, label_smoothing) + np.zeros(size)
+    loss = dpo_losses(c, r, lengths, -shared * x[:, 0, 1], weights, beta, label_smoothing) + np.zeros(size)
     slope = np.zeros((size, 2, 2))
-    slope[:, :, 0] = dpo_slopes(c, r, lengths, chosen, beta, label_smoothing)
+    slope[:, :, 0] = dpo_slopes(c, r, lengths, weights, beta, label_smoothing)
     slope[:, 0, 1] = -sft * shared
     logged = np.zeros((6, stride))
     logged[:, :size] = used * [beta * c, beta * r, c > r, beta * (c - r), x[:, 0, 0], x[:, 1, 0]]

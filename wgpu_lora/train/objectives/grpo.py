@@ -62,13 +62,13 @@ def grpo_scores(
     """weights = derivatives of weight (policy_losses(c) + beta c k3) by -log p, with c = exp(log p - log p of sampling)
     of a token or, with `sequence`, of the completion, and k3 the KL estimate; values [9, g]: the loss and metrics."""
     top, total, picked, spread = state.reshape(-1, 4).T
-    given, spans = inputs.reshape(-1, 3), members.reshape(size, 2).astype(int)
+    token_inputs, spans = inputs.reshape(-1, 3), members.reshape(size, 2).astype(int)
     weights, result = weights.copy(), np.zeros((9, stride))
     kind = "cispo" if cispo else "sapo" if sapo else "grpo"
     for g in np.flatnonzero(group_weights.reshape(-1)[:size]):
         w, a, rows = group_weights.reshape(-1)[g], advantages.reshape(-1)[g], slice(*spans[g])
         logp = rate * (picked[rows] - top[rows]) - np.log(total[rows])
-        old, reference, kept = given[rows].T
+        old, reference, mask = token_inputs[rows].T
         count = len(logp)
         drift, x = logp - old, reference - logp
         share = 1.0 if summed else 1 / max(1, count)
@@ -78,15 +78,15 @@ def grpo_scores(
             c, a, logp, kind, (epsilon, epsilon_high), delta, (positive, negative)
         )
         k3 = np.exp(x) - x - 1 if beta else np.zeros(count)
-        slope = kept * (by_ratio + by_token) - (beta * c * x if beta else 0)
+        slope = mask * (by_ratio + by_token) - (beta * c * x if beta else 0)
         if sequence:
-            slope = kept * by_token + share * (kept.sum() * by_ratio + beta * c * k3.sum())
+            slope = mask * by_token + share * (mask.sum() * by_ratio + beta * c * k3.sum())
             slope += beta * c * (1 - np.exp(x)) if beta else 0
         weights[rows] = -w * slope
         once = 1 / max(1, count) if sequence else 1.0
         entropy = np.log(total[rows]) - spread[rows] / total[rows]
         result[:, g] = (
-            w * (kept * loss + beta * c * k3).sum(), count, count > 0, entropy.sum(), (c * k3).sum(), once * low.sum(),
+            w * (mask * loss + beta * c * k3).sum(), count, count > 0, entropy.sum(), (c * k3).sum(), once * low.sum(),
             once * high.sum(), np.abs(drift).sum(), np.abs(drift).max(initial=0),
         )  # fmt: skip
     return weights, result
@@ -214,8 +214,8 @@ class GRPO(Objective):
         total = np.where(scored, np.nansum(rewards * weights, -1), np.nan)
         if self.multi_objective_aggregation == "normalize_then_sum":
             mean, deviation = nan_mean(rewards, 1), nan_std(rewards, 1)
-            each = (rewards - mean) / (deviation + TINY)
-            summed = np.where(scored, np.nansum(each * weights, -1), np.nan)
+            z_scores = (rewards - mean) / (deviation + TINY)
+            summed = np.where(scored, np.nansum(z_scores * weights, -1), np.nan)
             spread = np.broadcast_to(nan_std(summed), summed.shape)
             result = (summed - nan_mean(summed)) / (spread + TINY)
         else:
@@ -241,13 +241,13 @@ class GRPO(Objective):
             return np.full(count, 1 / (count * self.max_completion_length))
         return np.full(count, 1 / max(1.0, sizes.sum() if self.loss == "bnpo" else phase_tokens / parts))
 
-    def kept(self, entropies: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def token_masks(self, entropies: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Which tokens of a step's completions the policy's loss counts, given the entropies that they were sampled
         with (Wang et al. 2025)."""
         if self.top_entropy_quantile >= 1 or not sum(map(len, entropies)):
-            return [np.ones(len(each)) for each in entropies]
+            return [np.ones(len(values)) for values in entropies]
         threshold = np.quantile(np.concatenate(entropies).astype(np.float32), 1 - self.top_entropy_quantile)
-        return [(each >= threshold).astype(float) for each in entropies]
+        return [(values >= threshold).astype(float) for values in entropies]
 
     # -- the loss --------------------------------------------------------------------------------------------------
 

@@ -55,8 +55,8 @@ def kd_scores(
         """Log-probabilities of K tokens, the target if it is not one of them, and the rest [R, K + 2]."""
         top, total = softmax_state.reshape(rows, 4)[:, :2].T
         with np.errstate(divide="ignore"):
-            rest = np.where(total > 0, by * top + np.log(total), -np.inf)
-        result = np.concatenate([by * logits[:, :-1], rest[:, None]], 1)
+            tail = np.where(total > 0, by * top + np.log(total), -np.inf)
+        result = np.concatenate([by * logits[:, :-1], tail[:, None]], 1)
         return result - np.logaddexp.reduce(result, 1, keepdims=True)
 
     with np.errstate(invalid="ignore"):
@@ -153,7 +153,7 @@ class KD(Objective):
         rows, support = scoring.weights.size, self.support
         stride = align(4 * rows) // 4
         slopes, values = rec.temp((rows, support + 1), name="support slopes"), rec.temp((9, stride), name="kd")
-        both = len(self.temperatures) == 2
+        has_plain = len(self.temperatures) == 2
         rec.dispatch(
             kd_scores,
             swept.picked[teacher.ids],
@@ -163,7 +163,7 @@ class KD(Objective):
             swept.states[self.temperature],
             slopes,
             values,
-            swept.states[1.0] if both else None,
+            swept.states[1.0] if has_plain else None,
             rows=rows,
             kept=support,
             stride=stride,
@@ -175,7 +175,7 @@ class KD(Objective):
             reverse=self.kd_divergence == "reverse_kl",
             beta=self.kd_beta,
         )
-        rest, plain_rest, losses, *metrics = (values.rows(i, i + 1).reshape(stride) for i in range(9))
-        rests: dict[float, Tensor] = {self.temperature: rest, **({1.0: plain_rest} if both else {})}
+        tail, plain_tail, losses, *metrics = (values.rows(i, i + 1).reshape(stride) for i in range(9))
+        tails: dict[float, Tensor] = {self.temperature: tail, **({1.0: plain_tail} if has_plain else {})}
         logged = dict(zip(METRICS, metrics, strict=True))
-        return Score(None, losses, logged, rests, {teacher.ids: slopes})
+        return Score(None, losses, logged, tails, {teacher.ids: slopes})

@@ -17,8 +17,8 @@ LEAST = 1e-7  # of 1 - p, as in the shader
 
 def log_odds(logps: Any) -> Any:
     """The log odds ratio of the chosen answer and the rejected one, given their mean log-probabilities [G, 2]."""
-    rest = np.maximum(-np.expm1(logps), LEAST)
-    return (logps[:, 0] - logps[:, 1]) - (np.log(rest[:, 0]) - np.log(rest[:, 1]))
+    complement = np.maximum(-np.expm1(logps), LEAST)
+    return (logps[:, 0] - logps[:, 1]) - (np.log(complement[:, 0]) - np.log(complement[:, 1]))
 
 
 @kernel("objectives/orpo.wgsl", **BY_PAIR)

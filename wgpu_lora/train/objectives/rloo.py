@@ -42,8 +42,8 @@ class RLOO(GRPO):
     def has_reference(self, group: Group) -> bool:
         return True  # rewards have the KL term, and not the loss
 
-    def kept(self, entropies: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [np.ones(len(each)) for each in entropies]
+    def token_masks(self, entropies: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [np.ones(len(values)) for values in entropies]
 
     def constants(self) -> dict[str, Any]:
         return super().constants() | {"delta": UNCLIPPED}
@@ -54,9 +54,9 @@ class RLOO(GRPO):
         scored = ~np.isnan(rewards).all(-1)
         plain = np.where(scored, np.nansum(rewards * weights, -1), np.nan)
         total = plain if penalties is None else plain - penalties
-        others = scored.sum(1, keepdims=True) - 1
+        other_count = scored.sum(1, keepdims=True) - 1
         with np.errstate(invalid="ignore", divide="ignore"):
-            result = total - (np.nansum(total, 1, keepdims=True) - total) / others
+            result = total - (np.nansum(total, 1, keepdims=True) - total) / other_count
         if self.normalize_advantages:
             result = (result - nan_mean(result)) / (nan_std(result) + TINY)
         spread = np.broadcast_to(nan_std(total, 1), total.shape)

@@ -230,8 +230,8 @@ class EightBit:
                     continue
                 zero = 0 if record.wide else zero_code(SIGNED[at])
                 whole = laid_out(place, stored[name], zero).reshape(-1)
-                rest = np.full(place.blocks * BLOCK - whole.size, zero, whole.dtype)
-                (values if record.wide else codes)[:, at] = np.concatenate([whole, rest]).reshape(-1, BLOCK)
+                padding = np.full(place.blocks * BLOCK - whole.size, zero, whole.dtype)
+                (values if record.wide else codes)[:, at] = np.concatenate([whole, padding]).reshape(-1, BLOCK)
                 if not record.wide:
                     values[:, at] = stored[name + ABSMAX].reshape(-1, QUARTERS)
             code_page, value_page, _ = self.pages[place.page]

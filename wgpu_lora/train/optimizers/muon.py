@@ -205,11 +205,11 @@ class MatrixState(PlainState):
         firsts: list[list[int]] = [[] for _ in homes]
         for slot in range(trained.slots):
             for name, place in trained.places(slot).items():
-                which = name.rpartition(".")[2]
-                if which not in ("A", "B"):
+                part = name.rpartition(".")[2]
+                if part not in ("A", "B"):
                     muon = setting("optim", "muon")
                     raise UserError(f"{muon} trains the A and B of LoRA only, not {name}: choose another optimizer.")
-                is_a, (rows, cols) = which == "A", place.shape
+                is_a, (rows, cols) = part == "A", place.shape
                 self.rank, length = (rows, cols) if is_a else (cols, rows)
                 strides = (length, 1) if is_a else (1, self.rank)
                 slot_rank, first, numbers = place.stored_shape[not is_a], place.first // BLOCK, firsts[place.page]

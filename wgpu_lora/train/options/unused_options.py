@@ -61,9 +61,9 @@ def idle_options(args: TrainingArguments) -> list[tuple[str, str]]:
     for option, why in objective.idle().items():
         say((option,), True, why)
     for name, kinds in (("optim", OPTIMIZERS), ("objective", OBJECTIVES)):
-        chosen: str = getattr(args, name)
-        read, every = _options(kinds[chosen]), {option for kind in kinds.values() for option in _options(kind)}
-        say(sorted(every - read), True, f"{setting(name, chosen)} does not use it")
+        choice: str = getattr(args, name)
+        read, every = _options(kinds[choice]), {option for kind in kinds.values() for option in _options(kind)}
+        say(sorted(every - read), True, f"{setting(name, choice)} does not use it")
     return result
 
 

@@ -198,11 +198,11 @@ def halve_rank(config: AdapterConfig, alpha: float) -> AdapterConfig:
 
 def split_offset(matrices: Matrices) -> tuple[Matrices, Matrices]:
     """The trained factors, and the offset's: (A, B) and (A0, -B0) by module."""
-    trained, rest = {}, {}
+    trained, offset = {}, {}
     for module, (a, b, *_) in matrices.items():
         rank = len(a) // 2
-        trained[module], rest[module] = (a[:rank], b[:, :rank]), (a[rank:], b[:, rank:])
-    return trained, rest
+        trained[module], offset[module] = (a[:rank], b[:, :rank]), (a[rank:], b[:, rank:])
+    return trained, offset
 
 
 def to_peft(device: Device, adapters: AdapterSet, slot: int, config: AdapterConfig) -> tuple[Matrices, AdapterConfig]:
@@ -210,9 +210,9 @@ def to_peft(device: Device, adapters: AdapterSet, slot: int, config: AdapterConf
     matrices = adapters.read(device, slot)
     if not (adapters.offset and adapters.specs[slot].offset):
         return matrices, config
-    rest = adapters.offset.read(device, slot)
+    offset = adapters.offset.read(device, slot)
     joined = {
-        module: (np.concatenate([a, rest[module][0]]), np.concatenate([b, rest[module][1]], axis=1))
+        module: (np.concatenate([a, offset[module][0]]), np.concatenate([b, offset[module][1]], axis=1))
         for module, (a, b) in matrices.items()
     }
     return joined, double_rank(config)

@@ -236,7 +236,7 @@ class AdapterRun:
             phase = Phase.read(parse_object(self.storage.read(place / PHASE, None), PHASE, 1 << 30, 1 << 26))
             if not phase.epoch == self.state.epoch or not 0 < self.state.index - phase.start < stream.phase_steps:
                 raise ValueError("its completions are of other steps")
-            if any(one.sample >= len(stream.prepared.samples) for one in phase.completions):
+            if any(completion.sample >= len(stream.prepared.samples) for completion in phase.completions):
                 raise ValueError("its completions are of other prompts")
         except (UserError, ValueError, OSError) as error:
             raise run_checkpoint.damaged_checkpoint_error(

@@ -266,7 +266,7 @@ class PipelineRecord:
         _write(directory / PIPELINE, self.to_json())
 
     def __repr__(self) -> str:
-        adapters = ", ".join(f"{one.name}: {one.outcome}" for one in self.adapters)
+        adapters = ", ".join(f"{adapter.name}: {adapter.outcome}" for adapter in self.adapters)
         return f"PipelineRecord(steps={self.step}, {adapters})"
 
 

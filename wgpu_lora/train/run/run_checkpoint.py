@@ -211,10 +211,10 @@ def metadata_of(data: bytes) -> dict[str, str]:
 
 def current_state_name(name: str, modules: Collection[str]) -> str:
     """Convert a state's name of version 0.1.0, such as '0.q_proj.A.first_moment', to the module's path."""
-    layer, _, rest = name.partition(".")
-    module, _, which = rest.partition(".")
+    layer, _, remainder = name.partition(".")
+    module, _, state = remainder.partition(".")
     result = [m for m in modules if f".{layer}." in m and m.endswith(f".{module}")] if layer.isdecimal() else []
-    return f"{result[0]}.{which}" if len(result) == 1 else name
+    return f"{result[0]}.{state}" if len(result) == 1 else name
 
 
 def restore(

@@ -109,11 +109,11 @@ def _is_identity(value: Any) -> bool:
     )
 
 
-def step_budget(state: RunState, args: TrainingArguments, each: float) -> int:
+def step_budget(state: RunState, args: TrainingArguments, step_seconds: float) -> int:
     """The total steps of a timed run whose remaining ones take `each` seconds."""
     assert args.target_seconds
     seconds_left = max(0.0, args.target_seconds - state.elapsed_seconds)
-    total = min(state.step + round(seconds_left / max(each, 1e-9)), MOST)
+    total = min(state.step + round(seconds_left / max(step_seconds, 1e-9)), MOST)
     return min(total, args.max_steps) if args.max_steps > 0 else total
 
 

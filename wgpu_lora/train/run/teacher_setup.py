@@ -46,7 +46,7 @@ def live_teacher(args: TrainingArguments, student: LoadedModel) -> LiveTeacher |
             f"{setting('max_length', args.length)} is more than the {positions} positions of the teacher "
             f"{args.teacher}: lower it to {positions}."
         )
-    digests = [one.tokenizer.digest for one in (student, model) if one.tokenizer]
+    digests = [item.tokenizer.digest for item in (student, model) if item.tokenizer]
     if len(set(digests)) > 1:
         raise UserError(
             f"The teacher {args.teacher} has another tokenizer than {student.name}: use a teacher with the same."
@@ -243,5 +243,5 @@ def _teacher(run: AdapterRun) -> LiveTeacher:
 
 def _joined(rows: TokenizedData, heldout: TokenizedData) -> TokenizedData:
     """All rows of data that some were held out of."""
-    both = sorted([*rows.rows, *heldout.rows], key=lambda row: row.index)
-    return replace(rows, rows=both, values=(), keys=rows.keys[:0])
+    all_rows = sorted([*rows.rows, *heldout.rows], key=lambda row: row.index)
+    return replace(rows, rows=all_rows, values=(), keys=rows.keys[:0])

@@ -148,6 +148,8 @@ def _common_options(trained: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Settings for adapters that are evaluated on the same rows: those they agree on, and the longest length."""
     if not trained or not all(trained):
         return {}
-    agreed = {name: value for name, value in trained[0].items() if all(one.get(name) == value for one in trained)}
-    lengths = [one["max_length"] for one in trained if "max_length" in one]
+    agreed = {
+        name: value for name, value in trained[0].items() if all(options.get(name) == value for options in trained)
+    }
+    lengths = [options["max_length"] for options in trained if "max_length" in options]
     return agreed | ({"max_length": max(lengths)} if lengths else {})

@@ -198,9 +198,9 @@ class TrainableQuantScales:
         best = directory / run_checkpoint.BEST / self.files[0]
         if best.exists():
             result["best"] = load_file(best)
-        for which, constants in result.items():
+        for label, constants in result.items():
             for dtype in ("f32", "f16"):
-                self._write_model(session.model, constants, dtype, directory / f"{which}-{dtype}")
+                self._write_model(session.model, constants, dtype, directory / f"{label}-{dtype}")
 
     def _write_model(
         self, model: LoadedModel, constants: Mapping[str, np.ndarray], dtype: str, directory: Path

@@ -43,8 +43,8 @@ class Log:
         self.path, self.damaged = path, 0
         if resume_step is not None and path.is_file():
             lines = _lines(path, entry or _entry)
-            self.damaged = sum(one is None for _, one in lines[:-1])  # a crash may have cut the last one
-            earlier = [line + b"\n" for line, one in lines if one and one["step"] <= resume_step]
+            self.damaged = sum(record is None for _, record in lines[:-1])  # a crash may have cut the last one
+            earlier = [line + b"\n" for line, record in lines if record and record["step"] <= resume_step]
             write_bytes_atomic(path, b"".join(earlier))
         elif path.exists():
             path.unlink()

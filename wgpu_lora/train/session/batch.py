@@ -24,8 +24,8 @@ class Totals:
 
     def __init__(self, objectives: Sequence[Objective]):
         names = dict.fromkeys(name for objective in objectives for name in objective.metrics)
-        each = [persistent((len(objectives),), "f32", "optimizer", name) for name in ("loss", *names)]
-        self.loss, *metrics = share_storage(each, "totals")  # so that all are read at once
+        tensors = [persistent((len(objectives),), "f32", "optimizer", name) for name in ("loss", *names)]
+        self.loss, *metrics = share_storage(tensors, "totals")  # so that all are read at once
         self.metrics = dict(zip(names, metrics, strict=True))
 
     def storages(self) -> set[Storage]:
@@ -114,16 +114,16 @@ class Batch:
             for total, values in sums.items():
                 largest = total in maxima
                 rec.dispatch(sum_by_slot, values, scoring.loss_ranges, total, slots=total.size, largest=largest)
-            for temperature, rest in score.tail_logprobs.items():
-                rests.setdefault(temperature, []).append(rest)
+            for temperature, tail in score.tail_logprobs.items():
+                rests.setdefault(temperature, []).append(tail)
             picked |= score.token_logprobs
             at, own = objective.temperatures[0], score.weights
             if own is None:
                 continue
             if at in weights:
-                both = rec.temp(own.shape, name="weights")
-                rec.dispatch(add_forward, weights[at], own, both, size=both.size)
-                own = both
+                weight_sum = rec.temp(own.shape, name="weights")
+                rec.dispatch(add_forward, weights[at], own, weight_sum, size=weight_sum.size)
+                own = weight_sum
             weights[at] = own
         return SweepGradient(weights, rests, picked)
 

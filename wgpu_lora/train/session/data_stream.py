@@ -171,7 +171,7 @@ class DataStream:
         context = tuple(prompt_targets(row.labels) if whole and not number else 0 for number, row in enumerate(rows))
         result = zip(rows, labels, self._draws(epoch, rows), prefixes, strict=True)
         segments = [
-            Segment(row.input_ids, row_labels, slot, drawn, prefix) for row, row_labels, drawn, prefix in result
+            Segment(row.input_ids, row_labels, slot, draws, prefix) for row, row_labels, draws, prefix in result
         ]
         value, reference, index = self.prepared.value(sample), self.references.get(sample), rows[0].index
         teacher = None

@@ -130,19 +130,21 @@ class Teachers:
     def with_teacher_logits(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with what their teachers say, if they have one and it is not known."""
         result = list(groups)
-        for one in self.groups:
-            indices = [i for i, group in enumerate(groups) if group.slot in one.slots and group.teacher is None]
+        for teacher_group in self.groups:
+            indices = [
+                i for i, group in enumerate(groups) if group.slot in teacher_group.slots and group.teacher is None
+            ]
             if not indices:
                 continue
             segments = [groups[i].segments[0] for i in indices]
-            supports = one.teacher.supports(
-                [replace(segment, slot=one.slots[segment.slot or 0]) for segment in segments],
+            supports = teacher_group.teacher.supports(
+                [replace(segment, slot=teacher_group.slots[segment.slot or 0]) for segment in segments],
                 [groups[i].index for i in indices],
             )
             for i, support in zip(indices, supports, strict=True):
                 temperature = self._taught[groups[i].slot].temperature
                 rows = teacher_rows(
-                    support, target_ids(groups[i].segments[0].labels), one.teacher.vocab_size, temperature
+                    support, target_ids(groups[i].segments[0].labels), teacher_group.teacher.vocab_size, temperature
                 )
                 result[i] = replace(groups[i], teacher=rows)
         return result

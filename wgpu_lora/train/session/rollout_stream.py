@@ -199,44 +199,50 @@ class RolloutStream(DataStream):
     def groups(self, step: Step, slot: int = 0) -> list[list[Group]]:
         """The micro-batches of a step. How completions are packed into them changes nothing but rounding."""
         assert self.phase is not None
-        policy, chosen = self.policy, self.completions_of(step)
+        policy, completions = self.policy, self.completions_of(step)
 
-        def trained(one: Completion) -> bool:
-            return bool(one.token_ids) and (one.stopped or not policy.mask_truncated_completions)
+        def trained(completion: Completion) -> bool:
+            return bool(completion.token_ids) and (completion.stopped or not policy.mask_truncated_completions)
 
-        lengths = [one.size * trained(one) for one in chosen]
-        together = sum(one.size for one in self.phase.completions if trained(one))
+        lengths = [completion.size * trained(completion) for completion in completions]
+        together = sum(completion.size for completion in self.phase.completions if trained(completion))
         weights = policy.completion_weights(lengths, together, self.parts)
-        pairs = [(one, float(weight)) for one, weight in zip(chosen, weights, strict=True) if trained(one)]
-        kept = policy.kept([np.array(one.entropies) for one, _ in pairs])
-        made = [
-            self._group(one, weight, mask, slot, step.epoch) for (one, weight), mask in zip(pairs, kept, strict=True)
+        pairs = [
+            (completion, float(weight))
+            for completion, weight in zip(completions, weights, strict=True)
+            if trained(completion)
         ]
-        self._trained = [one for one, _ in pairs]
-        sizes = [group.tokens for group in made]
-        return [[made[i] for i in batch] for batch in pack(sizes, range(len(sizes)), self.buckets()[-1])]
+        masks = policy.token_masks([np.array(completion.entropies) for completion, _ in pairs])
+        result = [
+            self._group(completion, weight, mask, slot, step.epoch)
+            for (completion, weight), mask in zip(pairs, masks, strict=True)
+        ]
+        self._trained = [completion for completion, _ in pairs]
+        sizes = [group.tokens for group in result]
+        return [[result[i] for i in batch] for batch in pack(sizes, range(len(sizes)), self.buckets()[-1])]
 
-    def _group(self, one: Completion, weight: float, kept: np.ndarray, slot: int, epoch: int) -> Group:
-        [segment], index = self.segments([one], slot), self.prepared.samples[one.sample][0].index
-        inputs = np.zeros((one.size, self.policy.token_inputs), np.float32)
-        inputs[:, OLD], inputs[:, KEPT] = one.logprobs, kept
+    def _group(self, completion: Completion, weight: float, mask: np.ndarray, slot: int, epoch: int) -> Group:
+        [segment], index = self.segments([completion], slot), self.prepared.samples[completion.sample][0].index
+        inputs = np.zeros((completion.size, self.policy.token_inputs), np.float32)
+        inputs[:, OLD], inputs[:, KEPT] = completion.logprobs, mask
         if self.args.lora_dropout:
             segment = replace(segment, draws=self._keys(epoch, index, len(segment.input_ids)))
-        return Group((segment,), slot, weight, one.advantage, index=index, inputs=inputs)
+        return Group((segment,), slot, weight, completion.advantage, index=index, inputs=inputs)
 
     def segments(self, completions: Sequence[Completion], slot: int) -> list[Segment]:
         """Completions with their prompts; the targets are the tokens that were sampled."""
         result = []
-        for one in completions:
-            prompt, answer = self.prepared.samples[one.sample][0].input_ids, np.array(one.token_ids, np.int32)
-            targets = np.where(one.sampled, answer, UNTRAINED).astype(np.int32)
+        for completion in completions:
+            prompt = self.prepared.samples[completion.sample][0].input_ids
+            answer = np.array(completion.token_ids, np.int32)
+            targets = np.where(completion.sampled, answer, UNTRAINED).astype(np.int32)
             labels = np.concatenate([np.full(len(prompt), UNTRAINED, np.int32), targets])
             result.append(Segment(np.concatenate([prompt, answer]), labels, slot))
         return result
 
     def trained_tokens(self, samples: Iterable[int]) -> int:
         """Of the groups that were made last."""
-        return sum(one.size for one in self._trained or [])
+        return sum(completion.size for completion in self._trained or [])
 
     def processed_tokens(self, samples: Iterable[int]) -> int:
         """Of the groups that were made last; before the first, the most that a step may have."""
@@ -244,7 +250,9 @@ class RolloutStream(DataStream):
         if self._trained is None:
             longest = sum(len(prompts[sample][0].input_ids) + self.policy.max_completion_length for sample in samples)
             return longest * self.policy.num_generations // self.parts
-        return sum(len(prompts[one.sample][0].input_ids) + len(one.token_ids) for one in self._trained)
+        return sum(
+            len(prompts[completion.sample][0].input_ids) + len(completion.token_ids) for completion in self._trained
+        )
 
     def units(self, samples: Sequence[int]) -> int:
         return 1  # losses are weighted

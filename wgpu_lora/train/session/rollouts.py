@@ -73,12 +73,12 @@ class Rollouts:
         advantages, metrics = policy.advantages(values, self.rewards.weights, grouped)
         metrics |= of_reference | self._metrics(completions, rewards) | self._tool_metrics(len(completions))
         metrics = {name: value for name, value in metrics.items() if np.isfinite(value)}
-        made = [
-            replace(one, advantage=float(a))
-            for one, a in zip(completions, advantages.reshape(-1).tolist(), strict=True)
+        result = [
+            replace(completion, advantage=float(a))
+            for completion, a in zip(completions, advantages.reshape(-1).tolist(), strict=True)
         ]
-        stream.phase = Phase(step.epoch, stream.start_of(step), made, metrics)
-        self._show(made[: policy.num_generations], texts, rewards)
+        stream.phase = Phase(step.epoch, stream.start_of(step), result, metrics)
+        self._show(result[: policy.num_generations], texts, rewards)
         self._warn(metrics, rewards)
 
     def close(self) -> None:
@@ -150,43 +150,43 @@ class Rollouts:
                         raise UserError(request.error)
                     assert of_token is not None
                     number = requests[request]
-                    one = result[number]
-                    one.token_ids.append(of_token.token)
-                    one.tool_mask.extend([1] * bool(self.tools))
-                    one.logprobs.append(float(np.float32(of_token.logprob)))
-                    one.entropies.append(float(np.float32(of_token.entropy)))
+                    completion = result[number]
+                    completion.token_ids.append(of_token.token)
+                    completion.tool_mask.extend([1] * bool(self.tools))
+                    completion.logprobs.append(float(np.float32(of_token.logprob)))
+                    completion.entropies.append(float(np.float32(of_token.entropy)))
                     tokens += 1
                     if request.finish_reason is None:
                         continue
                     finished += 1
-                    result[number] = replace(one, stopped=request.finish_reason == "stop")
+                    result[number] = replace(completion, stopped=request.finish_reason == "stop")
                     if self.tools and self._follow(result[number], turns[number], len(request.token_ids)):
-                        add(number, self._seed(seeds[number], len(one.token_ids)))
+                        add(number, self._seed(seeds[number], len(completion.token_ids)))
                 events.answering(finished, len(requests), tokens)
         finally:
             for request in requests:
                 engine.abort(request)
         return result, turns
 
-    def _request(self, stream: RolloutStream, slot: int, one: Completion, seed: int) -> Request:
+    def _request(self, stream: RolloutStream, slot: int, completion: Completion, seed: int) -> Request:
         """Continues a completion."""
         policy = stream.policy
         sampler = Sampler(policy.temperature, policy.top_k, policy.top_p, seed, policy.min_p, policy.repetition_penalty)
-        prompt = stream.prepared.samples[one.sample][0].input_ids.tolist() + one.token_ids
-        most = policy.max_completion_length - len(one.token_ids)
+        prompt = stream.prepared.samples[completion.sample][0].input_ids.tolist() + completion.token_ids
+        most = policy.max_completion_length - len(completion.token_ids)
         stop_ids = self.tokenizer.stop_ids if self.tokenizer else set()
         return Request(prompt, str(slot), sampler, most, stop_ids, logprobs=0)
 
-    def _follow(self, one: Completion, turns: list[Message], size: int) -> bool:
+    def _follow(self, completion: Completion, turns: list[Message], size: int) -> bool:
         """Put the results of tools behind a completion, and say whether it goes on. size: of its last turn, in tokens
         before the stop token."""
         assert self.tools is not None
-        begin = len(one.token_ids) - size - one.stopped
-        more = self.tools.follow(turns, one.token_ids[begin:], one.stopped)
-        if not more or len(one.token_ids) + len(more) >= self.stream.policy.max_completion_length:
+        begin = len(completion.token_ids) - size - completion.stopped
+        more = self.tools.follow(turns, completion.token_ids[begin:], completion.stopped)
+        if not more or len(completion.token_ids) + len(more) >= self.stream.policy.max_completion_length:
             return False
-        one.token_ids.extend(more)
-        one.tool_mask.extend([0] * len(more))
+        completion.token_ids.extend(more)
+        completion.tool_mask.extend([0] * len(more))
         return True
 
     # -- rewards ---------------------------------------------------------------------------------------------------
@@ -194,10 +194,10 @@ class Rollouts:
     def _texts(self, stream: RolloutStream, completions: Sequence[Completion], turns: Sequence[list[Message]]) -> Texts:
         """Prompts and completions as reward functions get them: both texts, or both lists of messages."""
         prompts, texts = list[Any](), list[Any]()
-        for one, messages in zip(completions, turns, strict=True):
-            row = stream.prepared.columns[one.sample]
+        for completion, messages in zip(completions, turns, strict=True):
+            row = stream.prepared.columns[completion.sample]
             prompt = row.get("prompt", row.get("messages"))
-            ids = one.token_ids[:-1] if one.stopped else one.token_ids
+            ids = completion.token_ids[:-1] if completion.stopped else completion.token_ids
             text = self.tokenizer.decode(ids) if self.tokenizer else " ".join(map(str, ids))
             if isinstance(prompt, list):
                 prompts.append(before_answer(prompt))
@@ -208,8 +208,8 @@ class Rollouts:
         return prompts, texts
 
     def _score(self, stream: RolloutStream, completions: Sequence[Completion], texts: Texts) -> Rewards:
-        columns = [stream.prepared.columns[one.sample] for one in completions]
-        return self.rewards.score(*texts, [one.token_ids for one in completions], columns)
+        columns = [stream.prepared.columns[completion.sample] for completion in completions]
+        return self.rewards.score(*texts, [completion.token_ids for completion in completions], columns)
 
     def _penalties(
         self, session: Session, slot: int, completions: Sequence[Completion]
@@ -218,16 +218,17 @@ class Rollouts:
         policy = self.stream.policy
         if not (policy.summed and policy.reference):
             return None, {}
-        found = session.reference_logprobs(self.stream.segments(completions, slot))
+        references = session.reference_logprobs(self.stream.segments(completions, slot))
         gaps = [
-            float((np.array(one.logprobs) - logprobs).sum()) for one, logprobs in zip(completions, found, strict=True)
+            float((np.array(completion.logprobs) - logprobs).sum())
+            for completion, logprobs in zip(completions, references, strict=True)
         ]
-        tokens = sum(one.size for one in completions)
+        tokens = sum(completion.size for completion in completions)
         return policy.beta * np.array(gaps), {"kl": sum(gaps) / max(1, tokens)}
 
     def _metrics(self, completions: Sequence[Completion], rewards: Rewards) -> dict[str, float]:
-        lengths = np.array([one.size for one in completions])
-        ended = np.array([one.size for one in completions if one.stopped])
+        lengths = np.array([completion.size for completion in completions])
+        ended = np.array([completion.size for completion in completions if completion.stopped])
         result = {"completions/clipped_ratio": 1 - len(ended) / len(lengths)}
         for name, some in (("length", lengths), ("terminated_length", ended)):
             if len(some):
@@ -248,15 +249,15 @@ class Rollouts:
         return frequency | ({"tools/failure_frequency": failures / calls} if calls else {})
 
     def _show(self, completions: Sequence[Completion], texts: Texts, rewards: Rewards) -> None:
-        for number, one in enumerate(completions):
-            given = {
+        for number, completion in enumerate(completions):
+            scores = {
                 name: None if np.isnan(value) else float(value)
                 for name, value in zip(self.rewards.names, rewards.values[number], strict=True)
             }
             prompt, text = texts[0][number], texts[1][number]
             if not isinstance(text, str) and len(text) == 1:
                 text = text[0]["content"]
-            self.shown({"prompt": prompt, "completion": text, "rewards": given, "advantage": one.advantage})
+            self.shown({"prompt": prompt, "completion": text, "rewards": scores, "advantage": completion.advantage})
 
     def _warn(self, metrics: dict[str, float], rewards: Rewards) -> None:
         """Say what a run cannot learn from, once: functions that fail, rewards that never differ, answers that never

@@ -135,14 +135,15 @@ class Session:
         if references:
             specs, limit = list(references.values()), self.device.max_binding
             self.references = AdapterSet.declare(self.model.config, specs, limit, "reference")
-        sizes, rest = [*self.steps], (self.tables, self.compute_dtype)
+        sizes, settings = [*self.steps], (self.tables, self.compute_dtype)
         longest = [self.heldout.tokens] if self.heldout else []
         if any(objective.reference for objective in self._objectives):
             buckets = [*sizes, *longest, *([mismatched] if mismatched > max([*sizes, *longest]) else [])]
             degrees = sorted({o.temperatures[0] for o in self._objectives if o.reference})
-            self.frozen = Scorer(self.model, self.references, buckets, *rest, "reference", degrees)
+            self.frozen = Scorer(self.model, self.references, buckets, *settings, "reference", degrees)
         if any(objective.needs_kl_rows for objective in self._objectives):
-            self.current = Scorer(self.model, self.trained, [max([mismatched, *sizes, *longest])], *rest, "mismatched")
+            bucket = max([mismatched, *sizes, *longest])
+            self.current = Scorer(self.model, self.trained, [bucket], *settings, "mismatched")
 
     @property
     def adapters(self) -> AdapterSet:
@@ -275,7 +276,7 @@ class Session:
         assert self.frozen is not None
         slots, objectives = self._frozen_slots, self._objectives
         degrees = [objectives[sample[0].slot or 0].temperatures[0] for sample in samples]
-        placed = [[replace(one, slot=slots.get(one.slot)) for one in sample] for sample in samples]
+        placed = [[replace(segment, slot=slots.get(segment.slot)) for segment in sample] for sample in samples]
         return self.frozen.logprobs(placed, degrees)
 
     def reference_logprobs(self, segments: Sequence[Segment]) -> list[np.ndarray]:

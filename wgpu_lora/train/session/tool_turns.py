@@ -50,21 +50,21 @@ class ToolTurns:
         """
         ids = list(token_ids[:-1] if stopped else token_ids)
         parser = ToolCallParser(self._format)
-        content, found = parser.push(self.tokenizer.decode(ids, skip_special_tokens=False), last=True)
-        if not (found and stopped):
+        content, raw_calls = parser.push(self.tokenizer.decode(ids, skip_special_tokens=False), last=True)
+        if not (raw_calls and stopped):
             turns.append({"role": "assistant", "content": self.tokenizer.decode(ids)})
             return []
-        calls, results, given = list[Message](), list[Message](), list[Any]()
-        for number, call in enumerate(found):
-            given.append(_value(call["function"]["arguments"]))
-            named = {"name": call["function"]["name"], "arguments": given[-1] if isinstance(given[-1], dict) else {}}
+        calls, results, values = list[Message](), list[Message](), list[Any]()
+        for number, call in enumerate(raw_calls):
+            values.append(_value(call["function"]["arguments"]))
+            named = {"name": call["function"]["name"], "arguments": values[-1] if isinstance(values[-1], dict) else {}}
             # Mistral's template takes ids of nine characters, and others objects only.
             calls.append({"id": f"{number:09}", "type": "function", "function": named})
         answered = sum(turn["role"] == "assistant" for turn in turns)
         turns.append({"role": "assistant", "content": content.strip(), "tool_calls": calls})
         if self.most is not None and answered >= self.most:
             return []
-        for call, arguments in zip(calls, given, strict=True):
+        for call, arguments in zip(calls, values, strict=True):
             name = call["function"]["name"]
             text, failed = self.tools.call(name, arguments)
             self._calls, self._failures = self._calls + 1, self._failures + failed

@@ -151,11 +151,11 @@ def _scale_and_low(words: np.ndarray, halves: np.ndarray) -> Scales:
 def _six_bits(words: np.ndarray, halves: np.ndarray) -> Scales:
     """Q4_K and Q5_K: 8 scales and lows of 6 bits, of which the last four use nibbles and the others' top bits."""
     d, dmin = (half[:, None] for half in _halves(words[:, 0]))
-    first, second, rest = (
+    first, second, third = (
         words[:, 1 + i, None] >> np.array([0, 8, 16, 24], np.uint32)[:, None] & 0xFF for i in range(3)
     )
-    scales = np.concatenate([first & 63, rest & 15 | (first >> 6) << 4], axis=1)
-    lows = np.concatenate([second & 63, rest >> 4 | (second >> 6) << 4], axis=1)
+    scales = np.concatenate([first & 63, third & 15 | (first >> 6) << 4], axis=1)
+    lows = np.concatenate([second & 63, third >> 4 | (second >> 6) << 4], axis=1)
     return (d * scales).reshape(-1, words.shape[2]), -(dmin * lows).reshape(-1, words.shape[2])
 
 

@@ -59,24 +59,24 @@ class GGUFWeight:
     def tensors(self) -> dict[str, Tensor]:
         return {"codes": self.codes, "scales": self.scales}
 
-    def _like(self, others: Sequence[FrozenMatrix]) -> list[GGUFWeight]:
+    def _like(self, siblings: Sequence[FrozenMatrix]) -> list[GGUFWeight]:
         """This matrix and others, if all are of its format; else none."""
-        same = [other for other in others if isinstance(other, GGUFWeight) and other.item is self.item]
-        return [self, *same] if len(same) == len(others) else []
+        same = [other for other in siblings if isinstance(other, GGUFWeight) and other.item is self.item]
+        return [self, *same] if len(same) == len(siblings) else []
 
-    def stacked(self, others: Sequence[Weight], max_binding: int) -> list[GGUFWeight] | None:
-        weights = self._like(others)
+    def stacked(self, siblings: Sequence[Weight], max_binding: int) -> list[GGUFWeight] | None:
+        weights = self._like(siblings)
         if not weights or sum(align(weight.codes.nbytes) for weight in weights) > max_binding:
             return None
         codes = share_storage([weight.codes for weight in weights], f"{self.codes.name} and others")
         scales = share_storage([weight.scales for weight in weights], f"{self.scales.name} and others")
         return [replace(w, codes=c, scales=s) for w, c, s in zip(weights, codes, scales, strict=True)]
 
-    def of_layer(self, others: Sequence[Weight]) -> Sequence[Weight]:
-        return [self, *others]
+    def of_layer(self, siblings: Sequence[Weight]) -> Sequence[Weight]:
+        return [self, *siblings]
 
-    def product(self, others: Sequence[FrozenMatrix]) -> FrozenProduct | None:
-        weights = self._like(others)
+    def product(self, siblings: Sequence[FrozenMatrix]) -> FrozenProduct | None:
+        weights = self._like(siblings)
         codes = spanning([weight.codes for weight in weights]) if weights else None
         scales = spanning([weight.scales for weight in weights]) if weights else None
         if codes is None or scales is None:
@@ -127,8 +127,8 @@ class GGUFWeight:
                     f"{name} has scales that are NaN or infinite: download or convert the model again."
                 )
             staging = loading.scratch["staging"]
-            rest = -blocks.size % 4  # of a word
-            flat = np.pad(blocks.reshape(-1), (0, rest)) if rest else blocks
+            padding = -blocks.size % 4  # of a word
+            flat = np.pad(blocks.reshape(-1), (0, padding)) if padding else blocks
             loading.device.write(staging.storage.buffer, flat)
             program = Program(loading.device, "pack")
             words = replace(staging, shape=(flat.size // 4,), dtype="u32")

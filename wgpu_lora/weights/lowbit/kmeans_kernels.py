@@ -62,7 +62,7 @@ def _weighted(c: Constants, w: Any, scales: Any, importance: Any) -> tuple[np.nd
     return w.reshape(spread.shape) / spread, spread**2 * (1 if importance is None else importance)
 
 
-def _known(result: np.ndarray) -> np.ndarray | None:
+def _comparable(result: np.ndarray) -> np.ndarray | None:
     """A reference's result, or None if nothing of it can be compared: the kernel is checked in another call then."""
     return result if np.isfinite(result).any() else None
 
@@ -109,8 +109,10 @@ def lut_start(
     successive bins is considered (dynamic programming; Wang and Song 2011).
     """
     x, weights = _weighted({"rows": rows, "size_in": size_in, "group": group}, w, scales, importance)
-    result = (_histogram(*one) for one in zip(x, weights, strict=True))
-    return _known(np.stack([_divided(*one, 2**bits) if one else np.full(2**bits, np.nan) for one in result]))
+    result = (_histogram(*row) for row in zip(x, weights, strict=True))
+    return _comparable(
+        np.stack([_divided(*histogram, 2**bits) if histogram else np.full(2**bits, np.nan) for histogram in result])
+    )
 
 
 def _histogram(x: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -140,8 +142,8 @@ def _divided(mass: np.ndarray, moment: np.ndarray, count: int) -> np.ndarray:
     for k in reversed(range(count)):
         ways = gains[k - 1] + gain[:, stop] if k else np.zeros(1)
         cut = int(ways.argmax())
-        others = (ways > ways[cut] - CLOSE * gains[-1][-1]) & (between[cut, : ways.size] != 0)
-        if others.any():
+        ties = (ways > ways[cut] - CLOSE * gains[-1][-1]) & (between[cut, : ways.size] != 0)
+        if ties.any():
             return np.full(count, np.nan)
         if filled[cut, stop]:
             centre = moments[cut, stop] / between[cut, stop]
@@ -178,7 +180,7 @@ def lut_lloyd(
             masses, moments = (np.bincount(codes, terms, own.size) for terms in (mass, mass * values))
             filled = masses > 1e-6 * masses.sum()
             own[filled] = moments[filled] / masses[filled]
-    return _known(result)
+    return _comparable(result)
 
 
 @kernel("fit/lut_rescale.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup, part=fit_part)
@@ -200,15 +202,16 @@ def lut_rescale(
     x, _ = _weighted({"rows": rows, "size_in": size_in, "group": group}, w, scales, None)
     tables = table.reshape(rows, 2**bits)
     result = [_nearest(values, own) for values, own in zip(x, tables, strict=True)]
-    chosen = np.stack([own[codes] for (codes, _), own in zip(result, tables, strict=True)])
+    centres = np.stack([own[codes] for (codes, _), own in zip(result, tables, strict=True)])
     close = np.stack([close for _, close in result]).reshape(rows, -1, group).any(axis=2)
     weights = np.ones(size_in) if importance is None else importance
     sums = [
-        (weights * chosen * other).reshape(rows, -1, group).sum(axis=2) for other in (w.reshape(rows, size_in), chosen)
+        (weights * centres * other).reshape(rows, -1, group).sum(axis=2)
+        for other in (w.reshape(rows, size_in), centres)
     ]
     fits = (sums[0] > 0) & (sums[1] > 0)
     fitted = np.where(fits, sums[0] / np.where(fits, sums[1], 1), scales.reshape(rows, -1))
-    return _known(np.where(close, np.nan, np.maximum(fitted, SMALLEST)))
+    return _comparable(np.where(close, np.nan, np.maximum(fitted, SMALLEST)))
 
 
 def _nearest(values: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -247,8 +250,8 @@ def lowbit_encode(
     else:
         tables = table.reshape(rows, 2**bits)
         pairs = zip(x, tables, strict=True)
-        chosen = [np.searchsorted((own[1:] + own[:-1]) / 2, values) for values, own in pairs]
-        value = np.stack(chosen).astype(np.uint8)
+        indices = [np.searchsorted((own[1:] + own[:-1]) / 2, values) for values, own in pairs]
+        value = np.stack(indices).astype(np.uint8)
     result = codes.reshape(-1, out).copy()
     result[:, first : first + rows] = to_words(pack(value, bits), size_in, bits)
     return result

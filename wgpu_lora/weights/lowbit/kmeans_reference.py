@@ -45,10 +45,10 @@ def fit(
     codes = nearest(values / spread, table)
     if not group:
         return codes, table.astype(np.float16), None
-    chosen = np.take_along_axis(table, codes.astype(np.intp), axis=1).reshape(*scales.shape, group)
-    grouped, weight = values.reshape(chosen.shape), importance.reshape(1, -1, group)
-    squares = (weight * chosen**2).sum(axis=2)
-    fitted = (weight * chosen * grouped).sum(axis=2) / np.where(squares > 0, squares, 1)
+    centres = np.take_along_axis(table, codes.astype(np.intp), axis=1).reshape(*scales.shape, group)
+    grouped, weight = values.reshape(centres.shape), importance.reshape(1, -1, group)
+    squares = (weight * centres**2).sum(axis=2)
+    fitted = (weight * centres * grouped).sum(axis=2) / np.where(squares > 0, squares, 1)
     with np.errstate(over="ignore"):  # the caller reports values out of f16's range
         rounded = np.where(fitted > 0, fitted, scales).astype(np.float16)
     spread = np.repeat(rounded.astype(np.float64), group, axis=1)

@@ -69,14 +69,14 @@ class LowBitWeight:
     def shape(self) -> tuple[int, int]:
         return self.out_features, self.in_features
 
-    def _like(self, others: Sequence[FrozenMatrix]) -> list[LowBitWeight] | None:
+    def _like(self, siblings: Sequence[FrozenMatrix]) -> list[LowBitWeight] | None:
         """This matrix and others, if they are of the same scheme and type of constants."""
         kind = self.scheme, self.constants.dtype
-        same = [o for o in others if isinstance(o, LowBitWeight) and (o.scheme, o.constants.dtype) == kind]
-        return [self, *same] if len(same) == len(others) else None
+        same = [o for o in siblings if isinstance(o, LowBitWeight) and (o.scheme, o.constants.dtype) == kind]
+        return [self, *same] if len(same) == len(siblings) else None
 
-    def stacked(self, others: Sequence[Weight], max_binding: int) -> list[LowBitWeight] | None:
-        weights = self._like(others)
+    def stacked(self, siblings: Sequence[Weight], max_binding: int) -> list[LowBitWeight] | None:
+        weights = self._like(siblings)
         if weights is None:
             return None
         result = []
@@ -86,11 +86,11 @@ class LowBitWeight:
             result.append(share_storage(tensors, f"{tensors[0].name} and others"))
         return [replace(w, codes=c, constants=own) for w, c, own in zip(weights, *result, strict=True)]
 
-    def of_layer(self, others: Sequence[Weight]) -> Sequence[Weight]:
-        return [self, *others]
+    def of_layer(self, siblings: Sequence[Weight]) -> Sequence[Weight]:
+        return [self, *siblings]
 
-    def product(self, others: Sequence[FrozenMatrix]) -> FrozenProduct | None:
-        weights = self._like(others)
+    def product(self, siblings: Sequence[FrozenMatrix]) -> FrozenProduct | None:
+        weights = self._like(siblings)
         if weights is None:
             return None
         codes, constants = spanning([w.codes for w in weights]), spanning([w.constants for w in weights])

@@ -121,9 +121,9 @@ def pack(codes: np.ndarray, bits: int) -> np.ndarray:
     """
     result, first = [], 0
     for plane in PLANES[bits]:
-        each, per = (codes.view(np.uint8) >> first) & (2**plane - 1), 8 // plane
+        part, per = (codes.view(np.uint8) >> first) & (2**plane - 1), 8 // plane
         padded = np.zeros((len(codes), -(-codes.shape[1] // per) * per), np.uint8)
-        padded[:, : codes.shape[1]] = each
+        padded[:, : codes.shape[1]] = part
         shifts = (plane * np.arange(per)).astype(np.uint8)
         result.append(np.bitwise_or.reduce(padded.reshape(len(codes), -1, per) << shifts, axis=2))
         first += plane

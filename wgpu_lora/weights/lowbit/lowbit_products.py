@@ -63,8 +63,8 @@ def _columns(arrays: Arrays, c: Constants, columns: np.ndarray) -> Arrays | None
     tables = flat[:own].reshape(out, -1)
     scales = flat[own : own + out * scale_count(size_in, bits, group)].reshape(-1, out)
     if c["form"] == "nt":
-        kept = [tables[columns].reshape(-1), scales[:, columns].reshape(-1)]
-        return {"codes": codes[:, columns], "scales": np.concatenate(kept)}
+        parts = [tables[columns].reshape(-1), scales[:, columns].reshape(-1)]
+        return {"codes": codes[:, columns], "scales": np.concatenate(parts)}
     result, at = [], 0
     for plane in (2, 1) if bits == 3 else (bits,):
         per, count = 32 // plane, -(-size_in * plane // 32)
@@ -80,9 +80,9 @@ def _limited(variants: Variants) -> Variants:
 
     def limited(capabilities: Capabilities, c: Any) -> Sequence[Tiling]:
         offered = variants(capabilities, c)
-        tiled = [one for one in offered if one.shares_memory]  # whose lanes keep no tables
-        others = _with_tables([one for one in offered if not one.shares_memory], capabilities, c)
-        return [*tiled, *others] if offered[0].shares_memory else [*others, *tiled]
+        tiled = [tiling for tiling in offered if tiling.shares_memory]  # whose lanes keep no tables
+        untiled = _with_tables([tiling for tiling in offered if not tiling.shares_memory], capabilities, c)
+        return [*tiled, *untiled] if offered[0].shares_memory else [*untiled, *tiled]
 
     return limited
 
@@ -90,16 +90,16 @@ def _limited(variants: Variants) -> Variants:
 def _with_tables(tilings: list[Tiling], capabilities: Capabilities, c: Any) -> list[Tiling]:
     most = 4 if c.form == "nn" and c.m > FEW_ROWS and c.bits == 3 else 32  # faster on CPUs, too
     most = min(most, c.group or most)
-    result = [replace(one, span=min(one.span, most)) for one in tilings]
+    result = [replace(tiling, span=min(tiling.span, most)) for tiling in tilings]
     if capabilities.software:  # taller tiles: to decode costs more than to load, but for 3 bits
         taller = c.bits != 3 and c.m > 16
-        return [replace(one, rows=32, cols=4) if taller and one.cols == 8 else one for one in result]
+        return [replace(tiling, rows=32, cols=4) if taller and tiling.cols == 8 else tiling for tiling in result]
     if c.form != "nt":
         sums = capabilities.registers - BESIDE_WIDE
-        return [one for one in result if not one.wide or one.rows * one.cols <= sums]
+        return [tiling for tiling in result if not tiling.wide or tiling.rows * tiling.cols <= sums]
     tables = 8 if c.bits == 2 else table_size(c.bits) // (2 if c.c_type == "f16" else 1)  # 2 bits: scaled ones, too
-    kept = [one for one in result if one.cols * (one.rows + tables) + BESIDE <= capabilities.registers]
-    return kept or result[-1:]
+    suitable = [tiling for tiling in result if tiling.cols * (tiling.rows + tables) + BESIDE <= capabilities.registers]
+    return suitable or result[-1:]
 
 
 BESIDE = 52  # registers of a lane besides its sums and tables, by the compilers' table (`make gpu-compilers`)

@@ -47,17 +47,20 @@ def _some_rows(arrays: Arrays, c: Constants) -> Part | None:
     out, size_in, columns, bits, group = (c[name] for name in ("out", "size_in", "columns", "bits", "group"))
     if not is_expensive(size_in * columns, arrays):
         return None
-    kept = evenly_spaced(columns, CHECKED)
-    rows = c["first"] + kept
-    smaller = {"dw": arrays["dw"].reshape(size_in, -1)[:, kept], "codes": arrays["codes"].reshape(-1, out)[:, rows]}
+    selection = evenly_spaced(columns, CHECKED)
+    rows = c["first"] + selection
+    smaller = {
+        "dw": arrays["dw"].reshape(size_in, -1)[:, selection],
+        "codes": arrays["codes"].reshape(-1, out)[:, rows],
+    }
     if "partials" in arrays:
-        smaller["partials"] = arrays["partials"].reshape(-1, columns)[:, kept]
+        smaller["partials"] = arrays["partials"].reshape(-1, columns)[:, selection]
     for name in ("constants", "dconstants"):
         if name in arrays:
             table, scales = split_constants(arrays[name], (out, size_in), bits, group)
             cut = None if table is None else table[rows], None if scales is None else scales[:, rows]
             smaller[name] = join_constants(*cut)
-    return smaller, {**c, "out": kept.size, "columns": kept.size, "first": 0}
+    return smaller, {**c, "out": selection.size, "columns": selection.size, "first": 0}
 
 
 @kernel(
@@ -89,21 +92,21 @@ def codes_gradient(
     """
     rows, shape, edges = slice(first, first + columns), (out, size_in), np.arange(0, size_in, SLICE)
     words = codes.reshape(-1, out)[:, rows].astype(np.uint32)
-    chosen, gradient = unpack(from_words(words, size_in, bits), size_in, bits), dw.reshape(size_in, columns).T
-    by_entry, results = [gradient * chosen], []
+    code_values, gradient = unpack(from_words(words, size_in, bits), size_in, bits), dw.reshape(size_in, columns).T
+    by_entry, results = [gradient * code_values], []
     if group:
         table, scales = (None, None) if constants is None else split_constants(constants, shape, bits, group)
         dtable, dscales = split_constants(dconstants.reshape(-1).copy(), shape, bits, group)
-        entry = chosen if table is None else np.take_along_axis(table[rows], chosen.astype(np.intp), axis=1)
+        entry = code_values if table is None else np.take_along_axis(table[rows], code_values.astype(np.intp), axis=1)
         assert dscales is not None
         dscales[:, rows] += (gradient * entry).reshape(columns, -1, group).sum(axis=2).T
         results.append(join_constants(dtable, dscales))
         if scales is not None:
             gradient = gradient * np.repeat(scales[:, rows].T, group, axis=1)
     if table_size(bits):
-        by_entry = [np.where(chosen == entry, gradient, 0) for entry in range(table_size(bits))]
+        by_entry = [np.where(code_values == entry, gradient, 0) for entry in range(table_size(bits))]
     if partials is not None:
-        results.append(np.array([np.add.reduceat(each, edges, axis=1).T for each in by_entry]).transpose(1, 0, 2))
+        results.append(np.array([np.add.reduceat(values, edges, axis=1).T for values in by_entry]).transpose(1, 0, 2))
     return tuple(results)
 
 

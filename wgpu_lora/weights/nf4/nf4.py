@@ -76,10 +76,10 @@ class NF4Weight:
     index: int = 0
     format: ClassVar[str] = NAME
 
-    def stacked(self, others: Sequence[Weight], max_binding: int) -> list[NF4Weight] | None:
-        weights = [self, *(other for other in others if isinstance(other, NF4Weight))]
+    def stacked(self, siblings: Sequence[Weight], max_binding: int) -> list[NF4Weight] | None:
+        weights = [self, *(other for other in siblings if isinstance(other, NF4Weight))]
         alike = all(len(weight.constants) == len(self.constants) for weight in weights)
-        if len(weights) != 1 + len(others) or not alike:
+        if len(weights) != 1 + len(siblings) or not alike:
             return None
         if sum(align(weight.codes.nbytes) for weight in weights) > max_binding:
             return None
@@ -90,13 +90,13 @@ class NF4Weight:
             constants = [(own,) for own in scales]
         return [replace(w, codes=c, constants=own) for w, c, own in zip(weights, codes, constants, strict=True)]
 
-    def product(self, others: Sequence[FrozenMatrix]) -> FrozenProduct | None:
-        matrices = [self, *(other for other in others if isinstance(other, NF4Weight))]
-        codes = spanning([matrix.codes for matrix in matrices]) if len(matrices) == 1 + len(others) else None
+    def product(self, siblings: Sequence[FrozenMatrix]) -> FrozenProduct | None:
+        matrices = [self, *(other for other in siblings if isinstance(other, NF4Weight))]
+        codes = spanning([matrix.codes for matrix in matrices]) if len(matrices) == 1 + len(siblings) else None
         if codes is None:
             return None
         outs, scales = zip(*((matrix.out_features, matrix.scales) for matrix in matrices), strict=True)
-        if any(one.layer is not scales[0].layer for one in scales[1:]):
+        if any(item.layer is not scales[0].layer for item in scales[1:]):
             return None
         return nf4_product(outs, self.in_features, codes, scales)
 
@@ -109,9 +109,9 @@ class NF4Weight:
             return Scales(None, 0, self.constants[0])
         return Scales(self.layer or LayerScales((self.constants,)), self.index)
 
-    def of_layer(self, others: Sequence[Weight]) -> list[Weight]:
+    def of_layer(self, siblings: Sequence[Weight]) -> list[Weight]:
         """The matrices of a layer, its own first, with constants in shared storages where they are double-quantised."""
-        weights = [self, *others]
+        weights = [self, *siblings]
         shared = [i for i, weight in enumerate(weights) if isinstance(weight, NF4Weight) and len(weight.constants) > 1]
         for first in range(0, len(shared), MATRICES):
             places = shared[first : first + MATRICES]
@@ -179,8 +179,8 @@ class NF4Weight:
             codes, nested, offset = double_quantize(np.concatenate(result))
         self._write_constants(device, codes, np.append(nested, offset).astype(np.float32))
 
-    def _write_constants(self, device: Device, *found: np.ndarray) -> None:
-        for tensor, values in zip(self.constants, (*found, DYNAMIC_CODE), strict=False):
+    def _write_constants(self, device: Device, *arrays: np.ndarray) -> None:
+        for tensor, values in zip(self.constants, (*arrays, DYNAMIC_CODE), strict=False):
             write(device, tensor, values)
 
     def packed(self, device: Device) -> Packed:

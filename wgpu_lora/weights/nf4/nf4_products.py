@@ -169,7 +169,7 @@ def nf4_product(outs: tuple[int, ...], in_features: int, codes: Tensor, scales: 
     """The product with NF4 matrices of these numbers of rows, stored together, and the scales of each."""
 
     def tensors(rec: Recorder) -> dict[str, Tensor]:
-        decoded = spanning([one.of(rec) for one in scales])
+        decoded = spanning([item.of(rec) for item in scales])
         assert decoded is not None, "the scales of a stack are in one storage"
         return {"codes": codes, "scales": decoded}
 
@@ -228,14 +228,14 @@ class LayerScales:
     def decoded(self, rec: Recorder) -> Sequence[Tensor]:
         """One f32 per block, by matrix: in scratch, once for products that follow each other, or kept."""
         source, counts = self.constants[0][0].storage, [own[0].size for own in self.constants]
-        if rec.kept is None:
+        if rec.shared_tensors is None:
             return rec.latest(
                 source, lambda: self._decode(rec.program, rec.temps(*((n,) for n in counts), name="scales"))
             )
-        if source not in rec.kept.tensors:
+        if source not in rec.shared_tensors.tensors:
             new = share_storage([persistent((count,), "f32", "workspace", "scales") for count in counts], "scales")
-            rec.kept.tensors[source] = self._decode(rec.kept.program, new)
-        return rec.kept.tensors[source]
+            rec.shared_tensors.tensors[source] = self._decode(rec.shared_tensors.program, new)
+        return rec.shared_tensors.tensors[source]
 
     def _decode(self, program: Program, scales: Sequence[Tensor]) -> Sequence[Tensor]:
         codes, nested = (spanning([own[i] for own in self.constants]) for i in (0, 1))
