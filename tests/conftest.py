@@ -35,13 +35,13 @@ SHARES, PREFIX = "WGPU_LORA_TESTS_SHARES", "wgpu-lora-share-"
 
 def _directory_of_shares() -> str:
     temporary = Path(tempfile.gettempdir())
-    for left in temporary.glob(f"{PREFIX}*-*") if Path("/proc/self").exists() else ():
-        if not Path("/proc", left.name.removeprefix(PREFIX).split("-")[0]).exists():
-            shutil.rmtree(left, ignore_errors=True)
-    made = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=temporary)
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    os.environ[SHARES] = made
-    return made
+    for path in temporary.glob(f"{PREFIX}*-*") if Path("/proc/self").exists() else ():
+        if not Path("/proc", path.name.removeprefix(PREFIX).split("-")[0]).exists():
+            shutil.rmtree(path, ignore_errors=True)
+    directory = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=temporary)
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    os.environ[SHARES] = directory
+    return directory
 
 
 shares = os.environ.get(SHARES) if "PYTEST_XDIST_WORKER" in os.environ else None
@@ -66,8 +66,8 @@ class DefaultDevice(Device):
         if selector is not None:
             return selector if isinstance(selector, Device) else Device(selector)
         other = ("WGPU_LORA_SHARE_DIR", "WGPU_LORA_DATA_DIR", "WGPU_LORA_NO_CHECK")  # of which a device depends on none
-        chosen = ((k, v) for k, v in os.environ.items() if k.startswith("WGPU_LORA_") and k not in other)
-        return opened(tuple(sorted(chosen)))
+        settings = ((k, v) for k, v in os.environ.items() if k.startswith("WGPU_LORA_") and k not in other)
+        return opened(tuple(sorted(settings)))
 
 
 for opener in (loaded_model, finetune, training_runs):

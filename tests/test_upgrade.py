@@ -41,9 +41,9 @@ class Versions:
         if tunes:
             del environment["WGPU_LORA_NO_TUNE"]
         argv = [sys.executable, "-m", "wgpu_lora", *words]
-        done = subprocess.run(argv, cwd=self.root, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, (version, words, done.stdout, done.stderr)
-        return done.stdout
+        process = subprocess.run(argv, cwd=self.root, env=environment, capture_output=True, text=True, timeout=300)
+        assert process.returncode == 0, (version, words, process.stdout, process.stderr)
+        return process.stdout
 
     def finetune(self, version: str, output: str, *words: str, **options: object) -> bytes:
         """The adapter of a run."""

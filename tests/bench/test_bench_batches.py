@@ -43,9 +43,9 @@ def test_largest_finds_every_edge(most: int):
         return size <= edge
 
     for edge in range(most + 2):
-        asked = Mock(side_effect=partial(fits, edge=edge))
-        assert largest(asked, most) == min(edge, most)
-        assert asked.call_count <= 1 + max(most, 1).bit_length()
+        probe = Mock(side_effect=partial(fits, edge=edge))
+        assert largest(probe, most) == min(edge, most)
+        assert probe.call_count <= 1 + max(most, 1).bit_length()
 
 
 def test_the_plan_decides_where_memory_is_known():
@@ -76,22 +76,22 @@ def test_search_agrees_with_the_plan_and_the_device(device: Device):
     before = device.allocated  # by other tests
     noted: list[dict[str, Any]] = []
     limit = step_of(model, 2).session.memory().peak
-    found = find_max_batch(model, Batches(ARGS, limit=limit), hearing(measured=noted.append))
-    plain, checkpointing = found["summary"]
+    report = find_max_batch(model, Batches(ARGS, limit=limit), hearing(measured=noted.append))
+    plain, checkpointing = report["summary"]
     assert (plain["planned"], plain["confirmed"], plain["bounded_by"]) == (2, 2, search.LIMIT)
     assert checkpointing["confirmed"] == checkpointing["planned"] >= 2
     assert plain["why"] is plain["not_run"] is None
-    statuses = [(row["batch"], row["status"]) for row in found["rows"] if not row["gradient_checkpointing"]]
+    statuses = [(row["batch"], row["status"]) for row in report["rows"] if not row["gradient_checkpointing"]]
     assert statuses == [(1, "OK"), (2, "MAX"), (3, "OOM")]
-    assert [row["status"] for row in found["rows"]][-2:] == ["MAX", "OOM"]
-    assert [row["batch"] for row in found["best"]["checkpointing"]] == [1, 2]
-    for row in found["rows"]:
+    assert [row["status"] for row in report["rows"]][-2:] == ["MAX", "OOM"]
+    assert [row["batch"] for row in report["best"]["checkpointing"]] == [1, 2]
+    for row in report["rows"]:
         if row["status"] == "OOM":
             assert (row["allocated"], row["loss"]) == (None, None)
             continue
         assert row["loss"] > 0
         assert row["allocated"] - before == row["planned"]
-    assert noted[0] is found["header"]
+    assert noted[0] is report["header"]
     assert noted[0]["schema"] == "wgpu-lora-bench-max-batch/2"
 
 
@@ -104,9 +104,9 @@ def test_a_device_that_refuses_is_asked_for_less(device: Device, monkeypatch: py
         (99, {"most": 20}, {"planned": 20, "confirmed": 20}, "1 OK, 2 OK, 4 OK, 8 OK, 16 OK, 20 OK"),
     ):
         monkeypatch.setattr(search, "measure", measured(most))
-        found = find_max_batch(model, Batches(ARGS, **batches))
-        assert [f"{row['batch']} {row['status']}" for row in found["rows"]] == rows.split(", ") * 2
-        assert all(one.items() >= summary.items() for one in found["summary"])
+        report = find_max_batch(model, Batches(ARGS, **batches))
+        assert [f"{row['batch']} {row['status']}" for row in report["rows"]] == rows.split(", ") * 2
+        assert all(row.items() >= summary.items() for row in report["summary"])
 
 
 def test_what_would_take_too_long_is_planned_alone(
@@ -114,19 +114,19 @@ def test_what_would_take_too_long_is_planned_alone(
 ):
     monkeypatch.setattr("wgpu_lora.gpu.device.Device", lambda selector: device)
     monkeypatch.setattr(search, "measure", measured(seconds=10.0))
-    found = find_max_batch(chosen_model(None, "mini", 1, device), Batches(ARGS, most=80, seconds=250))
-    for summary in found["summary"]:
+    report = find_max_batch(chosen_model(None, "mini", 1, device), Batches(ARGS, most=80, seconds=250))
+    for summary in report["summary"]:
         assert (summary["planned"], summary["confirmed"], summary["bounded_by"]) == (80, 16, search.MOST)
         assert summary["not_run"] == "a step of 32 rows would take about 320 s, and 250 s of the 250 s were left"
     assert main([*COMMAND, "--max-batch", "80", "--time-limit", "250"]) == 0
-    said = "80 rows by the plan, with gradient checkpointing, limited by the given maximum; 16 ran"
-    assert said in capsys.readouterr().out
+    message = "80 rows by the plan, with gradient checkpointing, limited by the given maximum; 16 ran"
+    assert message in capsys.readouterr().out
 
 
 def measured(most: int = 10**9, seconds: float = 0.0) -> Any:
     """A stand-in for measuring: the device refuses more rows than `most`, and a row takes so many seconds."""
 
-    def measure(model: Any, batches: Batches, rows: int, checkpointing: bool, left: float) -> dict[str, Any]:
+    def measure(model: Any, batches: Batches, rows: int, checkpointing: bool, seconds_left: float) -> dict[str, Any]:
         if rows > most:
             raise UserError("The device could not allocate.")
         figures = {"step_seconds": rows * seconds, "warmup": 2, "tokens_per_second": 1.0, "planned": 1, "allocated": 1}

@@ -56,14 +56,14 @@ def test_brick(device: Device, name: str) -> None:
     labels = set()
     for workload in WORKLOADS[name](context):
         device.peak_allocated, there, planned = 0, device.allocated, workload.nbytes()
-        found = measure(context, contract, workload, CEILINGS, time_limit=0.01)
-        labels.add(found.label)
-        assert found.broken == [], found.label
-        assert found.reference is not None
-        assert found.reference["outputs"] > 0
-        assert found.iterations >= contract.measure.iterations
-        assert 0 < found.p20 <= found.seconds <= found.p80
-        assert min(found.operations, found.bytes) > 0
+        measurement = measure(context, contract, workload, CEILINGS, time_limit=0.01)
+        labels.add(measurement.label)
+        assert measurement.broken == [], measurement.label
+        assert measurement.reference is not None
+        assert measurement.reference["outputs"] > 0
+        assert measurement.iterations >= contract.measure.iterations
+        assert 0 < measurement.p20 <= measurement.seconds <= measurement.p80
+        assert min(measurement.operations, measurement.bytes) > 0
         used = device.peak_allocated - there
         assert used == pytest.approx(planned, abs=64) if contract.kind == "training" else used <= planned
     assert len(labels) == {"ttft": 2, "batch": 2}.get(name, 1)
@@ -74,8 +74,8 @@ def test_brick(device: Device, name: str) -> None:
 @pytest.mark.parametrize("compute_dtype", ["bf16", "f16"])
 def test_half_operands_are_held_to_their_references_too(device: Device, compute_dtype: str) -> None:
     results, _ = bench(mini(device, compute_dtype=compute_dtype), ["nf4_matmul_backward"], 0.01, ceilings=CEILINGS)
-    for found in results:
-        assert found.broken == []
+    for measurement in results:
+        assert measurement.broken == []
 
 
 # -- what checks them --------------------------------------------------------------------------------------------------
@@ -100,9 +100,9 @@ def test_a_wrong_kernel_is_found(recorded: ProgramWorkload) -> None:
     wrong = replace(swiglu_forward, reference=lambda gate, up, y, size: gate * up)
     dispatches[1] = replace(dispatches[1], kernel=wrong)
     recorded.open()
-    found = recorded.check(np.random.default_rng(0))
-    assert found.kernel == "swiglu_forward"
-    assert found.nmse > 1e-3
+    verdict = recorded.check(np.random.default_rng(0))
+    assert verdict.kernel == "swiglu_forward"
+    assert verdict.nmse > 1e-3
 
 
 def test_what_nobody_wrote_is_found(device: Device, recorded: ProgramWorkload) -> None:
@@ -240,9 +240,9 @@ def test_a_model_of_its_own(device: Device) -> None:
     model = str(MODELS / "qwen2")
     context = Context.of(device, model=model, layers=1, tokens=8, rank=4)
     assert context.config.num_hidden_layers == 1
-    ((found,), _) = bench(context, ["load"], 0.01, ceilings=CEILINGS)
-    assert found.broken == []
-    assert found.options["shape"] == model
+    ((measurement,), _) = bench(context, ["load"], 0.01, ceilings=CEILINGS)
+    assert measurement.broken == []
+    assert measurement.options["shape"] == model
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -304,14 +304,14 @@ def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixt
 
 def dependencies(device: Device, name: str, layers: int = 1, **changes: Any) -> Any:
     """All that measuring a brick depends on: what is counted, what is allocated, and what is dispatched."""
-    context, contract, found = mini(device, layers, brick=name, **changes), load_contract(name), []
+    context, contract, facts = mini(device, layers, brick=name, **changes), load_contract(name), []
     for workload in WORKLOADS[name](context):
         dims = contract.values({**context.keys(), **workload.keys})
         steps = [step for program in workload.programs() for step in program.dispatches]
         calls = [(step.kernel.name, sorted(step.constants.items()), step.present) for step in steps]
         tuned = any(step.kernel.tuning for step in steps) if context.tune else False
-        found.append((contract.operations(dims), contract.bytes(dims), workload.nbytes(), calls, tuned))
-    return found
+        facts.append((contract.operations(dims), contract.bytes(dims), workload.nbytes(), calls, tuned))
+    return facts
 
 
 @pytest.mark.parametrize("name", brick_names())
@@ -322,8 +322,8 @@ def test_a_contract_names_the_options_that_change_it(
     changes = {"layers": 2, "tokens": 32, "rank": 8, "base_dtype": "f32", "compute_dtype": "bf16", "tune": True}
     assert tuple(changes) == OPTIONS
     plain = dependencies(device, name)
-    found = [option for option, value in changes.items() if dependencies(device, name, **{option: value}) != plain]
-    assert found == list(load_contract(name).options)
+    dependent = [option for option, value in changes.items() if dependencies(device, name, **{option: value}) != plain]
+    assert dependent == list(load_contract(name).options)
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,21 +346,21 @@ def test_ceilings_are_measured(device: Device, measured: Callable[[Device], floa
 
 
 @pytest.mark.parametrize(
-    ("measured", "found"),
+    ("measured", "expected"),
     [
         ([(80.0, 100.0), (85.0, 100.0), (88.0, 95.0)], (88, 95)),
         ([(50.0, 100.0)] * 4 + [(50.0, 80.0)], (50, 80)),
     ],
 )
 def test_a_ceiling_is_measured_again_before_it_is_broken(
-    monkeypatch: pytest.MonkeyPatch, measured: list[tuple[float, float]], found: tuple[float, float]
+    monkeypatch: pytest.MonkeyPatch, measured: list[tuple[float, float]], expected: tuple[float, float]
 ) -> None:
     """Both sides, since other processes take the cores from either."""
     fma, numpy = (Mock(side_effect=side) for side in zip(*measured, strict=True))
     monkeypatch.setattr(device_ceilings.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(device_ceilings, "fma_gflops", fma)
     monkeypatch.setattr(device_ceilings, "numpy_gflops", numpy)
-    assert device_ceilings.fma_beside_numpy(Mock()) == found
+    assert device_ceilings.fma_beside_numpy(Mock()) == expected
     assert fma.call_count == numpy.call_count == len(measured)
 
 
@@ -379,9 +379,9 @@ def judged(brick: str, context: Context, extra: dict[str, float], **keys: float)
     contract = load_contract(brick)
     names = {**context.keys(), "pairs": 1.0, "trained": 1.0, "slots": 3.0, "adapted_sizes": 1.0, **keys}
     budget = {"of": contract.budget.of, "asked": None, "reached": 1.0}
-    found = result(brick, extra=extra, budget=budget)
-    judge(contract, found, {**names, **contract.values(names)}, "discrete")
-    return found.broken
+    outcome = result(brick, extra=extra, budget=budget)
+    judge(contract, outcome, {**names, **contract.values(names)}, "discrete")
+    return outcome.broken
 
 
 def measured(context: Context, workload: Any) -> Result:
@@ -392,16 +392,16 @@ def measured(context: Context, workload: Any) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("brick", "shape", "kept", "metric", "change"),
+    ("brick", "shape", "figures", "metric", "change"),
     [("multi_adapter_step", "tiny-qwen3", SPEEDS, name, -0.01) for name in SPEEDS]
     + [("multi_adapter_memory", "qwen2.5-7b", MEMORY, name, 1e-3 if MEMORY[name] else 1) for name in MEMORY],
 )
 def test_what_is_slower_or_larger_breaks_the_contract(
-    device: Device, brick: str, shape: str, kept: dict[str, float], metric: str, change: float
+    device: Device, brick: str, shape: str, figures: dict[str, float], metric: str, change: float
 ) -> None:
     context = Context.of(device, shape)
-    assert judged(brick, context, kept) == []
-    (text,) = judged(brick, context, {**kept, metric: kept[metric] + change})
+    assert judged(brick, context, figures) == []
+    (text,) = judged(brick, context, {**figures, metric: figures[metric] + change})
     assert text.startswith(f"{metric} is ")
 
 
@@ -410,7 +410,7 @@ def test_what_is_slower_or_larger_breaks_the_contract(
 
 def test_steps_of_equal_tokens_are_of_equal_rows(device: Device) -> None:
     step = MultiAdapterStep(Context.of(device, "tiny-qwen3", layers=1))
-    assert {name: (one.tokens, [slot for slot, _ in one._rows]) for name, one in step.steps.items()} == {
+    assert {name: (part.tokens, [slot for slot, _ in part._rows]) for name, part in step.steps.items()} == {
         "alone": (512, [0] * 8), "together": (512, [0, 0, 0, 1, 1, 1, 2, 2]), "eight": (512, [*range(8)]),
         "third_alone": (192, [0] * 3), "short_alone": (64, [0]), "short_together": (192, [0, 1, 2]),
     }  # fmt: skip
@@ -426,10 +426,10 @@ def test_ratios_are_of_turns(device: Device) -> None:
     }  # fmt: skip
     step.turns = [dict.fromkeys(usual, 999.0)]  # a turn of the warm-up
     step.turns += [{name: speed / slow for name, speed in usual.items()} for slow in (1, 2, 2, 1, 2)]
-    found = step.extra(Timings.of([1.0] * 5))
+    figures = step.extra(Timings.of([1.0] * 5))
     names = ("together_speedup", "same_updates_speedup", "short_speedup", "eight_of_three")
-    assert [found[name] for name in names] == pytest.approx([1.1, 2.0, 1.5, 0.9])
-    assert found["together_tokens_per_second"] == 55
+    assert [figures[name] for name in names] == pytest.approx([1.1, 2.0, 1.5, 0.9])
+    assert figures["together_tokens_per_second"] == 55
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -437,18 +437,18 @@ def test_ratios_are_of_turns(device: Device) -> None:
 
 @pytest.mark.parametrize("tokens", [8, 512])
 def test_the_plan_of_a_7b_model(device: Device, tokens: int) -> None:
-    found = planned_figures(Context.of(device, "qwen2.5-7b", tokens=tokens))
-    assert 1 < found["memory_ratio"] <= 1.05
-    assert [found[name] for name in ("base_growth", "activation_growth", "base_reads_growth")] == [1, 1, 1]
+    figures = planned_figures(Context.of(device, "qwen2.5-7b", tokens=tokens))
+    assert 1 < figures["memory_ratio"] <= 1.05
+    assert [figures[name] for name in ("base_growth", "activation_growth", "base_reads_growth")] == [1, 1, 1]
 
 
 def test_memory_that_grows_with_the_slots_is_found(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Session.memory
 
     def grown(session: Session) -> MemoryPlan:
-        found = plan(session)
+        memory = plan(session)
         more = {"activations": 4 * len(session.adapters.specs)}
-        return MemoryPlan({name: size + more.get(name, 0) for name, size in found.groups.items()}, found.loading)
+        return MemoryPlan({name: size + more.get(name, 0) for name, size in memory.groups.items()}, memory.loading)
 
     context = mini(device)
     assert measured(context, MultiAdapterMemory(context)).broken == []
@@ -469,8 +469,8 @@ def test_a_model_that_does_not_fit_is_cut_to_what_does(device: Device, monkeypat
         monkeypatch.setattr(adapter_bricks, "budget_bytes", lambda info, budget=budget: budget)
         assert MultiAdapterMemory(mini(device, 2)).keys["allocated_layers"] == layers
     context = mini(device, 2)
-    found = measured(context, MultiAdapterMemory(context))
-    assert (found.broken, found.extra["allocated_layers"]) == ([], 1)
-    assert found.extra["allocated_three_bytes"] < found.extra["memory_three_bytes"]
+    measurement = measured(context, MultiAdapterMemory(context))
+    assert (measurement.broken, measurement.extra["allocated_layers"]) == ([], 1)
+    assert measurement.extra["allocated_three_bytes"] < measurement.extra["memory_three_bytes"]
     context.close()
     assert device.allocated == before

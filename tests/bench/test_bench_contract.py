@@ -150,9 +150,9 @@ def test_every_brick_has_a_contract_and_a_workload() -> None:
 
 def judged(device: str = "software", toml: str = TOML, share: float = 1.0, **changes: Any) -> list[str]:
     """What is broken of a result that reaches a share of its budget."""
-    found = result("piece", budget={"of": "fma", "asked": None, "reached": share}, **changes)
-    judge(Contract.parse("piece", toml), found, {**KEYS, "T": 8.0, "H": 6.0}, device)
-    return found.broken
+    outcome = result("piece", budget={"of": "fma", "asked": None, "reached": share}, **changes)
+    judge(Contract.parse("piece", toml), outcome, {**KEYS, "T": 8.0, "H": 6.0}, device)
+    return outcome.broken
 
 
 SHORT = "reaches 20% of the device's compute ceiling, at least 25% (20% short)"
@@ -176,9 +176,9 @@ JUDGED: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "broken"), JUDGED)
-def test_results_are_judged(given: dict[str, Any], broken: list[str]) -> None:
-    assert judged(**given) == broken
+@pytest.mark.parametrize(("options", "broken"), JUDGED)
+def test_results_are_judged(options: dict[str, Any], broken: list[str]) -> None:
+    assert judged(**options) == broken
 
 
 def test_a_bound_needs_what_is_measured() -> None:
@@ -187,24 +187,24 @@ def test_a_bound_needs_what_is_measured() -> None:
 
 
 def test_floors() -> None:
-    found = floor_seconds(CEILINGS, 1e9, 2e9)  # 100 and 20 GFLOP/s, 10 GB/s
-    assert found == pytest.approx({"fma": 0.01, "decode_fma": 0.05, "bandwidth": 0.2, "floor": 0.2, "lower": 0.2})
+    seconds = floor_seconds(CEILINGS, 1e9, 2e9)  # 100 and 20 GFLOP/s, 10 GB/s
+    assert seconds == pytest.approx({"fma": 0.01, "decode_fma": 0.05, "bandwidth": 0.2, "floor": 0.2, "lower": 0.2})
     assert floor_seconds(CEILINGS, 1e12, 1e9)["lower"] == pytest.approx(50)
 
 
 @pytest.mark.parametrize(("fma", "numpy", "share"), [(90, 100, None), (1, None, None), (50, 100, "0.50")])
 def test_a_ceiling_below_numpy_is_none(fma: float, numpy: float | None, share: str | None) -> None:
-    found = ceilings_broken(Ceilings(fma, 1, 1, 1, numpy, "host"))
-    assert [f"FMA chains reach {share} of NumPy's matmul" in text for text in found] == [True] * bool(share)
+    messages = ceilings_broken(Ceilings(fma, 1, 1, 1, numpy, "host"))
+    assert [f"FMA chains reach {share} of NumPy's matmul" in text for text in messages] == [True] * bool(share)
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------
 
 
 def test_timings() -> None:
-    found = Timings.of([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    assert (found.seconds, found.p20, found.p80, found.iterations) == (3.5, 2.0, 5.0, 6)
-    assert found.cv == pytest.approx(0.5345, abs=1e-4)
+    timings = Timings.of([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    assert (timings.seconds, timings.p20, timings.p80, timings.iterations) == (3.5, 2.0, 5.0, 6)
+    assert timings.cv == pytest.approx(0.5345, abs=1e-4)
     assert Timings.of([2.0]).cv == 0
     assert variation([0.0, 0.0]) == 0
 
@@ -232,21 +232,21 @@ HEADER = {
 }  # fmt: skip
 
 
-def written(path: Path, *results: Result, **header: Any) -> Path:
+def write_results(path: Path, *results: Result, **header: Any) -> Path:
     writer = Writer(path)
     writer.write({**HEADER, **header})
-    for one in results:
-        writer.write(one.record())
+    for entry in results:
+        writer.write(entry.record())
     return path
 
 
 def test_results_come_back(tmp_path: Path) -> None:
-    one = result("ttft", case="7 tokens", broken=["late"], extra={"first_token_ms": 3.0})
+    first = result("ttft", case="7 tokens", broken=["late"], extra={"first_token_ms": 3.0})
     wrong = result(reference={"nmse": float("inf"), "kernel": "k"})
-    path = written(tmp_path / "a.jsonl", one, wrong)
+    path = write_results(tmp_path / "a.jsonl", first, wrong)
     assert "Infinity" not in path.read_text()  # which is not JSON
-    assert read_results(path) == (HEADER, [one, replace(wrong, reference={"nmse": None, "kernel": "k"})])
-    assert one.label == "ttft (7 tokens)"
+    assert read_results(path) == (HEADER, [first, replace(wrong, reference={"nmse": None, "kernel": "k"})])
+    assert first.label == "ttft (7 tokens)"
 
 
 def line_with(**changes: Any) -> str:
@@ -293,7 +293,7 @@ def test_result_files_that_cannot_be(tmp_path: Path) -> None:
 
 def test_results_are_replaced_by_results_only(tmp_path: Path) -> None:
     """A command that is refused after it has opened its file loses nothing."""
-    path = written(tmp_path / "a.jsonl", result("load"))
+    path = write_results(tmp_path / "a.jsonl", result("load"))
     writer = Writer(path)
     assert read_results(path)[1] == [result("load")]
     writer.write(HEADER)
@@ -316,9 +316,9 @@ def test_results_are_replaced_by_results_only(tmp_path: Path) -> None:
     ],
 )
 def test_verdicts_respect_noise(old: Result, new: Result, verdict: str) -> None:
-    (found,) = compare([old], [new])
-    assert found.verdict == verdict
-    assert found.ratio == new.seconds / old.seconds
+    (comparison,) = compare([old], [new])
+    assert comparison.verdict == verdict
+    assert comparison.ratio == new.seconds / old.seconds
 
 
 def test_what_makes_files_hard_to_compare() -> None:
@@ -335,9 +335,11 @@ def test_what_makes_files_hard_to_compare() -> None:
 
 def test_how_results_read() -> None:
     assert [duration(s) for s in (2500, 1.5, 0.0123, 4.2e-6)] == ["2,500 s", "1.5 s", "12.3 ms", "4.2 us"]
-    kept = result(reference={"nmse": 1e-12, "kernel": "k", "outputs": 1, "in_part": ["k"]}, clock="timestamps")
-    assert cells(kept) == ("rope", "1 s", "1%", "1 GFLOP/s", "50%", "none", "passed")
-    assert "relative squared error 1.0e-12 against float64 (the largest kernels in part)" in details(kept)
+    measured_result = result(
+        reference={"nmse": 1e-12, "kernel": "k", "outputs": 1, "in_part": ["k"]}, clock="timestamps"
+    )
+    assert cells(measured_result) == ("rope", "1 s", "1%", "1 GFLOP/s", "50%", "none", "passed")
+    assert "relative squared error 1.0e-12 against float64 (the largest kernels in part)" in details(measured_result)
     broken = result(
         broken=["late"], extra={"host_share": 0.1234567}, budget={"of": "bandwidth", "asked": 0.02, "reached": 0.01}
     )
@@ -348,30 +350,30 @@ def test_how_results_read() -> None:
 
 def test_timings_that_vary_too_much_do_not_hold(tmp_path: Path) -> None:
     of = {"holds": {"spread": 0.049}, "noisy": {"spread": 0.05}, "broken": {"spread": 0.2, "broken": ["late"]}}
-    found = {verdict: result(cv_asked=0.05, **changes) for verdict, changes in of.items()}
-    assert {verdict: one.verdict for verdict, one in found.items()} == {verdict: verdict for verdict in of}
-    assert [cells(one)[-1] for one in found.values()] == ["passed", "noisy", "failed"]
+    results = {verdict: result(cv_asked=0.05, **changes) for verdict, changes in of.items()}
+    assert {verdict: entry.verdict for verdict, entry in results.items()} == {verdict: verdict for verdict in of}
+    assert [cells(entry)[-1] for entry in results.values()] == ["passed", "noisy", "failed"]
     file = tmp_path / "a.jsonl"
     writer = Writer(file)
     writer.write({"schema": SCHEMA, "device": {}, "options": {}})
-    for one in found.values():
-        writer.write(one.record())
+    for entry in results.values():
+        writer.write(entry.record())
     assert [json.loads(line)["verdict"] for line in file.read_text().splitlines()[1:]] == list(of)
-    assert read_results(file)[1] == list(found.values())
-    assert noise_text(found["noisy"]) == "5 timings vary by 5.0%, the limit is 5%"
+    assert read_results(file)[1] == list(results.values())
+    assert noise_text(results["noisy"]) == "5 timings vary by 5.0%, the limit is 5%"
     assert result(spread=0.9).verdict == "holds"  # of a file that says nothing of it
 
 
 @pytest.mark.parametrize("brick", ["lora_forward", "lora_backward"])
 @pytest.mark.parametrize(("share", "verdict"), [(0.1, "holds"), (0.26, "broken"), (-0.52, "noisy")])
 def test_a_negative_share_neither_holds_nor_fails(brick: str, share: float, verdict: str) -> None:
-    found = result(brick, extra={"added_share": share})
-    judge(load_contract(brick), found, {"tokens": 512, "rank": 16, "hidden_size": 512}, "software")
-    assert found.verdict == verdict
+    outcome = result(brick, extra={"added_share": share})
+    judge(load_contract(brick), outcome, {"tokens": 512, "rank": 16, "hidden_size": 512}, "software")
+    assert outcome.verdict == verdict
     if verdict == "noisy":
-        assert noise_text(found) == "added_share is negative, which only noise explains: measure again"
-        assert "lost in noise" in details(found)
-        assert "-52%" not in details(found)
+        assert noise_text(outcome) == "added_share is negative, which only noise explains: measure again"
+        assert "lost in noise" in details(outcome)
+        assert "-52%" not in details(outcome)
 
 
 # -- counts of models, beside numbers that are written out here --------------------------------------------------------

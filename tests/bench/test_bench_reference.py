@@ -33,18 +33,18 @@ def sides(tmp_path: Path) -> Iterator[dict[str, Worker]]:
     program = [sys.executable, "-c", ECHO]
     names = ("good", "bad", "other")
     log = str(tmp_path / "log")
-    made = {name: Worker("turns", {}, name=name, program=[*program, name, log], interactive=True) for name in names}
-    yield made
-    for side in made.values():
+    workers = {name: Worker("turns", {}, name=name, program=[*program, name, log], interactive=True) for name in names}
+    yield workers
+    for side in workers.values():
         side.close()
 
 
 def test_sides_take_turns_and_one_that_ends_is_told(sides: dict[str, Worker], tmp_path: Path):
-    found = reference.take_turns(sides, rounds=2, steps=3)
-    assert found["good"] == {"about": "good", "seconds": [0.5] * 6}
-    assert found["bad"] == {"not_run": "bad ended with exit code 3: out of memory"}
-    asked = (tmp_path / "log").read_text().splitlines()
-    assert [line.split()[0] for line in asked if line.endswith("steps")] == ["good", "bad", "other", "good", "other"]
+    results = reference.take_turns(sides, rounds=2, steps=3)
+    assert results["good"] == {"about": "good", "seconds": [0.5] * 6}
+    assert results["bad"] == {"not_run": "bad ended with exit code 3: out of memory"}
+    requests = (tmp_path / "log").read_text().splitlines()
+    assert [line.split()[0] for line in requests if line.endswith("steps")] == ["good", "bad", "other", "good", "other"]
 
 
 def test_the_energy_of_the_processor_is_that_of_all_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -59,12 +59,12 @@ def test_the_energy_of_the_processor_is_that_of_all_packages(tmp_path: Path, mon
 
 
 def test_speeds_are_held_against_the_reference():
-    found = {"ours": {"seconds": [2.0, 1.0, 4.0]}, "torch": {"seconds": [1.0]}, "bad": {"not_run": "why"}}
-    ours, torch, bad = compared(found, 100, "torch")
+    timings = {"ours": {"seconds": [2.0, 1.0, 4.0]}, "torch": {"seconds": [1.0]}, "bad": {"not_run": "why"}}
+    ours, torch, bad = compared(timings, 100, "torch")
     assert (ours["step_seconds"], ours["tokens_per_second"], ours["ratio"]) == (2.0, 50.0, 0.5)
     assert torch["ratio"] == 1.0
     assert bad == {"side": "bad", "not_run": "why"}
-    (alone, _) = compared({"ours": found["ours"], "torch": found["bad"]}, 100, "torch")
+    (alone, _) = compared({"ours": timings["ours"], "torch": timings["bad"]}, 100, "torch")
     assert alone["ratio"] is None
 
 
@@ -103,8 +103,8 @@ def test_our_side_takes_steps():
 
 def test_our_side_answers():
     work = {"shape": "tiny-qwen3", "rows": 1, "tokens": 16, "rank": 4, "base_dtype": "nf4", "layers": 99}
-    said = pytest.raises(WorkerFailed, match=r'ours ended with exit code 2: .*"layers": 99 is not possible')
-    with Worker("step", work, name="ours", program=reference.PROGRAM, interactive=True) as side, said:
+    refusal = pytest.raises(WorkerFailed, match=r'ours ended with exit code 2: .*"layers": 99 is not possible')
+    with Worker("step", work, name="ours", program=reference.PROGRAM, interactive=True) as side, refusal:
         side.ask("prepare")
 
 

@@ -39,11 +39,11 @@ def mini(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_spread_is_the_samples():
-    found = spread([2.0, 4.0, 6.0, 8.0])
-    assert found["mean"] == found["median"] == 5.0
-    assert (found["min"], found["max"]) == (2.0, 8.0)
-    assert found["variance"] == pytest.approx(20 / 3)
-    assert found["cv"] == pytest.approx((20 / 3) ** 0.5 / 5)
+    statistics = spread([2.0, 4.0, 6.0, 8.0])
+    assert statistics["mean"] == statistics["median"] == 5.0
+    assert (statistics["min"], statistics["max"]) == (2.0, 8.0)
+    assert statistics["variance"] == pytest.approx(20 / 3)
+    assert statistics["cv"] == pytest.approx((20 / 3) ** 0.5 / 5)
 
 
 # -- projections -----------------------------------------------------------------------------------------------------
@@ -51,14 +51,14 @@ def test_spread_is_the_samples():
 
 def test_a_projection_is_the_plan_and_the_counted_operations(device: Device):
     work = Work(None, "mini", 1, SIZES | {"max_steps": WARMUP + 1})
-    found = run_training(work, 1, opened=device, shapes=("mini", "tiny-qwen3"))
-    measured, same, larger = found["projections"]
+    report = run_training(work, 1, opened=device, shapes=("mini", "tiny-qwen3"))
+    measured, same, larger = report["projections"]
     # The measured model itself, but for its other two layers: a layer's share of the operations is known.
-    one, three = (operations(published_shapes.shape_config("mini", layers), 4, 16.0) for layers in (1, 3))
-    assert same["times_the_operations"] == pytest.approx(three / one)
-    run = found["runs"][0]
-    assert same["samples_per_second"] == pytest.approx(run["samples_per_second"] * one / three)
-    assert same["seconds"] == pytest.approx(run["seconds"] * three / one)
+    one_layer, three = (operations(published_shapes.shape_config("mini", layers), 4, 16.0) for layers in (1, 3))
+    assert same["times_the_operations"] == pytest.approx(three / one_layer)
+    run = report["runs"][0]
+    assert same["samples_per_second"] == pytest.approx(run["samples_per_second"] * one_layer / three)
+    assert same["seconds"] == pytest.approx(run["seconds"] * three / one_layer)
     # Rows of this recipe are cut at 16 tokens, so the plan is that of the step itself.
     model = chosen_model(None, "mini", None, device)
     assert same["peak_planned"] == TrainingStep(model, TrainingArguments(**SIZES)).session.memory().peak
@@ -83,17 +83,17 @@ def test_runs_on_a_shape_are_alike_and_counted(device: Device):
     work = Work(None, "mini", 1, SIZES | {"max_steps": WARMUP + 2})
     noted: list[dict[str, Any]] = []
     before = device.allocated  # by other tests
-    found = run_training(work, 2, hearing(measured=noted.append), device)
-    assert noted == [found["header"], *found["runs"], found["summary"]]
-    assert (found["header"]["work"]["layers"], found["header"]["device"]["name"]) == (1, device.info.name)
-    for run in found["runs"]:
+    report = run_training(work, 2, hearing(measured=noted.append), device)
+    assert noted == [report["header"], *report["runs"], report["summary"]]
+    assert (report["header"]["work"]["layers"], report["header"]["device"]["name"]) == (1, device.info.name)
+    for run in report["runs"]:
         assert (run["steps"], run["stop_reason"]) == (2, "max steps")
         speeds = {"tokens_per_second": 16, "trained_tokens_per_second": 15, "samples_per_second": 1}
         for name, tokens in speeds.items():
             assert run[name] == pytest.approx(tokens * 2 / run["step_seconds"]["mean"])
         assert run["seconds"] >= 2 * run["step_seconds"]["mean"]
         assert run["peak_allocated"] - before == run["peak_planned"]
-    assert found["summary"]["spread"]["final_loss"]["variance"] == 0  # the same bits, so nothing else got in
+    assert report["summary"]["spread"]["final_loss"]["variance"] == 0  # the same bits, so nothing else got in
 
 
 def test_a_recipe_is_run_elsewhere(device: Device, tmp_path: Path):
@@ -103,13 +103,13 @@ def test_a_recipe_is_run_elsewhere(device: Device, tmp_path: Path):
     del values["gradient_accumulation_steps"]
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()))
-    found = run_training(Work(str(recipe), options={"max_steps": WARMUP + 1}), 1, opened=device)
-    (run,) = found["runs"]
+    report = run_training(Work(str(recipe), options={"max_steps": WARMUP + 1}), 1, opened=device)
+    (run,) = report["runs"]
     # The header has the batches that were trained, here chosen for small data, not the recipe's.
-    assert found["header"]["work"]["options"]["gradient_accumulation_steps"] == 1
+    assert report["header"]["work"]["options"]["gradient_accumulation_steps"] == 1
     assert run["tokens_per_second"] == pytest.approx(5 * run["samples_per_second"])
     assert run["trained_tokens_per_second"] == pytest.approx(2 * run["samples_per_second"])
-    assert found["summary"]["spread"]["seconds"]["variance"] is None
+    assert report["summary"]["spread"]["seconds"]["variance"] is None
     assert not (tmp_path / "mine").exists()
 
 
@@ -146,18 +146,18 @@ def test_too_few_steps_are_refused_before_training(device: Device, tmp_path: Pat
 
 def test_a_run_that_fails_is_reported_beside_the_others(device: Device, monkeypatch: pytest.MonkeyPatch):
     """And the gate needs two runs that succeeded."""
-    lost, timed = UserError("the device was lost"), training_runs.time_run
+    failure, timed = UserError("the device was lost"), training_runs.time_run
     work = Work(None, "mini", 1, SIZES | {"num_train_epochs": 0.3})
-    monkeypatch.setattr(training_runs, "time_run", Mock(side_effect=[lost, DEFAULT], wraps=timed))
-    found = run_training(work, 2, opened=device, max_spread=0.5)
-    ran = [(run["error"], run["done_steps"], run["planned_steps"]) for run in found["runs"]]
+    monkeypatch.setattr(training_runs, "time_run", Mock(side_effect=[failure, DEFAULT], wraps=timed))
+    report = run_training(work, 2, opened=device, max_spread=0.5)
+    ran = [(run["error"], run["done_steps"], run["planned_steps"]) for run in report["runs"]]
     assert ran == [("the device was lost", 0, 3), (None, 3, 3)]  # 0.3 epochs of 10 steps
-    summary, peak = found["summary"], found["runs"][1]["peak_planned"]
+    summary, peak = report["summary"], report["runs"][1]["peak_planned"]
     assert (summary["errors"], summary["steps"]) == (["the device was lost"], {"done": 3, "planned": 6})
     assert summary["gate"] == {"limit": 0.5, "spread": 0.0, "passed": False}
     memory = summary["memory"]
     assert (memory["peak"], memory["share"]) == (peak, peak / memory["total"])
-    monkeypatch.setattr(training_runs, "time_run", Mock(side_effect=lost))
+    monkeypatch.setattr(training_runs, "time_run", Mock(side_effect=failure))
     with pytest.raises(UserError, match="the device was lost"):
         run_training(work, 2, opened=device)
 
@@ -165,15 +165,15 @@ def test_a_run_that_fails_is_reported_beside_the_others(device: Device, monkeypa
 def test_pairs_of_the_same_product_are_timed(device: Device, monkeypatch: pytest.MonkeyPatch):
     assert pairs_of(12) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
     work = Work(None, "mini", 1, SIZES | {"gradient_accumulation_steps": 1, "max_steps": WARMUP + 1})
-    found = search_pairs(work, 1, opened=device)
-    assert [(p["batch"], p["accumulation"], p["status"]) for p in found["pairs"]] == [(1, 2, "OK"), (2, 1, "OK")]
-    assert found["fastest"] is max(found["pairs"], key=lambda pair: pair["samples_per_second"])
-    small, large = (pair["peak_planned"] for pair in found["pairs"])
+    report = search_pairs(work, 1, opened=device)
+    assert [(p["batch"], p["accumulation"], p["status"]) for p in report["pairs"]] == [(1, 2, "OK"), (2, 1, "OK")]
+    assert report["fastest"] is max(report["pairs"], key=lambda pair: pair["samples_per_second"])
+    small, large = (pair["peak_planned"] for pair in report["pairs"])
     assert small < large
     monkeypatch.setattr("wgpu_lora.bench.batch_search.budget_bytes", lambda *arguments: Budget(large - 1, "a test"))
-    found = search_pairs(work, 1, opened=device)
-    assert [(p["status"], p["why"]) for p in found["pairs"]] == [("OK", None), ("OOM", "more than the budget")]
-    assert found["fastest"]["batch"] == 1
+    report = search_pairs(work, 1, opened=device)
+    assert [(p["status"], p["why"]) for p in report["pairs"]] == [("OK", None), ("OOM", "more than the budget")]
+    assert report["fastest"]["batch"] == 1
 
 
 @pytest.fixture
@@ -185,13 +185,13 @@ def command(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_command_writes_lines(command: Run, tmp_path: Path):
-    found = command("--repeat", 1, "--json", tmp_path / "found.json")
+    result = command("--repeat", 1, "--json", tmp_path / "found.json")
     lines = [json.loads(line) for line in (tmp_path / "found.json").read_text().splitlines()]
     assert lines[0]["schema"] == "wgpu-lora-bench-training/2"
     assert [line["kind"] for line in lines] == ["header", "run", "summary"]
-    assert all(text in found.out for text in ("shape mini, 1 layer;", "one run", "3 of 3 steps done, no errors"))
-    found = command("--max-spread", "1e-7%", "--summary", tmp_path / "found.md")
-    assert (found.code, "more than the limit of 1e-07%" in found.out) == (1, True)
+    assert all(text in result.out for text in ("shape mini, 1 layer;", "one run", "3 of 3 steps done, no errors"))
+    result = command("--max-spread", "1e-7%", "--summary", tmp_path / "found.md")
+    assert (result.code, "more than the limit of 1e-07%" in result.out) == (1, True)
     text = (tmp_path / "found.md").read_text()
     assert text.startswith("# Training benchmark: shape mini, 1 layer\n\n- Device: ")
     assert all(part in text for part in ("- Spread: the runs vary by ", "\n| samples/s | "))
@@ -211,8 +211,8 @@ def test_command_writes_lines(command: Run, tmp_path: Path):
     ],
 )
 def test_mistakes(command: Run, words: str, message: str):
-    found = command(*words.split())
-    assert (found.code, message in found.err) == (2, True)
+    result = command(*words.split())
+    assert (result.code, message in result.err) == (2, True)
 
 
 def test_training_on_delta_nets_counts_the_recurrence_in_proportion_to_tokens() -> None:

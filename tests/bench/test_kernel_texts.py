@@ -46,10 +46,10 @@ def test_show(run: Run, device: Device) -> None:
     assert "const LANES: u32 = " in text
     assert "fn main(" in text
     tilings = heading.partition("tiling    ")[2].partition("// grid")[0].replace("//", "")
-    default, *others = (word.rstrip(",;") for word in tilings.split() if word != "also")
-    assert others
-    other = run("show", "nf4_matmul", "--shape", "mini", "--tiling", others[-1]).out
-    assert f"tiling    {others[-1]}; also {default}" in other
+    default, *alternatives = (word.rstrip(",;") for word in tilings.split() if word != "also")
+    assert alternatives
+    other = run("show", "nf4_matmul", "--shape", "mini", "--tiling", alternatives[-1]).out
+    assert f"tiling    {alternatives[-1]}; also {default}" in other
     assert other.partition("\n\n")[2] != text
 
 

@@ -37,7 +37,7 @@ def run(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return commands(capsys, "profile")
 
 
-def made_up() -> Profile:
+def sample_profile() -> Profile:
     def piece(kernel: str, shape: str, seconds: float, operations: int | None) -> Piece:
         return Piece("train", kernel, shape, (1, 1, 1), seconds, operations)
 
@@ -50,7 +50,7 @@ def made_up() -> Profile:
 
 
 def test_shares_are_of_all_kernels():
-    profile = made_up()
+    profile = sample_profile()
     assert profile.attributed_share == pytest.approx(0.85)
     assert profile.host_share == pytest.approx(0.1)
     product, norm = profile.groups()
@@ -64,7 +64,7 @@ def test_shares_are_of_all_kernels():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "text"),
     [
         ({}, "100 ms, 10.0% of the step"),
         ({"device_seconds": 1.05}, "too little to measure"),  # three measurements: one need not fit into another
@@ -72,15 +72,15 @@ def test_shares_are_of_all_kernels():
         ({"clock": "host"}, "not known"),  # it counts waiting as computing
     ],
 )
-def test_what_cannot_be_told_is_not_a_figure(changes: dict[str, Any], said: str):
-    profile = replace(made_up(), **changes)
-    assert _idle_time(profile).startswith(said)
+def test_what_cannot_be_told_is_not_a_figure(changes: dict[str, Any], text: str):
+    profile = replace(sample_profile(), **changes)
+    assert _idle_time(profile).startswith(text)
     assert (profile.host_share is None) == bool(changes)
     assert profile.as_dict()["host_share"] == profile.host_share
 
 
 def test_trace_lays_dispatches_end_to_end(tmp_path: Path):
-    write_trace(tmp_path / "trace.json", made_up(), "a step")
+    write_trace(tmp_path / "trace.json", sample_profile(), "a step")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     complete = [(event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
     expected = [(0, 1e5), (1e5, 2.5e5), (3.5e5, 5e5)]
@@ -108,14 +108,14 @@ def test_every_dispatch_of_the_step_is_timed(device: Device, mini: str):
 def test_command_writes_json_and_trace(run: Run, mini: str, tmp_path: Path):
     trace = tmp_path / "trace.json"
     code, out, _ = run(*STEP, "--json", "--trace", trace)
-    found = json.loads(out)
+    report = json.loads(out)
     assert code == 0
-    assert found["schema"] == "wgpu-lora-profile/1"
-    assert found["work"]["layers"] == 1
-    calls = sum(kernel["calls"] for kernel in found["kernels"])
+    assert report["schema"] == "wgpu-lora-profile/1"
+    assert report["work"]["layers"] == 1
+    calls = sum(kernel["calls"] for kernel in report["kernels"])
     events = json.loads(trace.read_text())["traceEvents"]
     assert calls == sum(event["ph"] == "X" for event in events) > 20
-    assert found["attributed_seconds"] == pytest.approx(sum(kernel["seconds"] for kernel in found["kernels"]))
+    assert report["attributed_seconds"] == pytest.approx(sum(kernel["seconds"] for kernel in report["kernels"]))
 
 
 @pytest.fixture
@@ -133,9 +133,9 @@ def finished(tmp_path: Path, device: Device) -> Path:
 def test_of_a_run_it_takes_the_runs_options(run: Run, finished: Path, device: Device):
     code, out, err = run("--run", str(finished), "--rounds", "1", "--batch", "2", "--json")
     assert code == 0, err
-    found = json.loads(out)
-    digest = found["work"].pop("base_digest")
-    assert found["work"] == {
+    report = json.loads(out)
+    digest = report["work"].pop("base_digest")
+    assert report["work"] == {
         "model": QWEN2,
         "layers": 3,
         "whole": True,
@@ -149,7 +149,7 @@ def test_of_a_run_it_takes_the_runs_options(run: Run, finished: Path, device: De
         "tiles": "of the run",
     }
     assert digest == Checkpoint(QWEN2).digest()  # what run.json has, so that a report can compare
-    assert {"name", "driver"} <= found["device"].keys()
+    assert {"name", "driver"} <= report["device"].keys()
 
 
 def test_rows_that_were_not_packed_have_their_average_length(finished: Path):

@@ -23,8 +23,8 @@ CASES = [
 
 
 def the_case(context: Context, name: str, case: str) -> Workload:
-    (found,) = (workload for workload in WORKLOADS[name](context) if workload.case == case)
-    return found
+    (match,) = (workload for workload in WORKLOADS[name](context) if workload.case == case)
+    return match
 
 
 class WorkloadClock:

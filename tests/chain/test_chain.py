@@ -36,8 +36,8 @@ class Write(Stage):
     def run(self, output: Path, watch: Watch, resuming: bool) -> None:
         RAN.append("write")
         assert not any(output.iterdir())
-        held = [Path(name).read_text() for name in self.inputs or []]
-        (output / "text").write_text(self.text + "".join(held))
+        texts = [Path(name).read_text() for name in self.inputs or []]
+        (output / "text").write_text(self.text + "".join(texts))
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def ran(place: Path, start: str | None = None) -> dict[str, str]:
     """Why stages run now, by name; those listed before are the same."""
     chain = read_chain(str(place / "chain.toml"), str(place / "out"))
-    listed = {one.link.name: one.why for one in stage_statuses(chain, start) if one.why}
+    listed = {status.link.name: status.why for status in stage_statuses(chain, start) if status.why}
     noted = Noted()
     run(chain, noted, start)
     assert listed.keys() >= noted.why.keys()
@@ -178,17 +178,17 @@ def test_killed_anywhere(place: Path, monkeypatch: pytest.MonkeyPatch, module: A
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     real, points = getattr(module, name), 0
     while True:
-        out, left = place / f"{points}", points
+        out, countdown = place / f"{points}", points
         chain = read_chain(str(place / "chain.toml"), str(out))
 
         def dying(*args: Any) -> None:
-            nonlocal left
-            if left < 0 or (left == 0 and not after):
-                left = -1
+            nonlocal countdown
+            if countdown < 0 or (countdown == 0 and not after):
+                countdown = -1
                 raise KilledError
             real(*args)
-            left -= 1
-            if left < 0:
+            countdown -= 1
+            if countdown < 0:
                 raise KilledError
 
         with monkeypatch.context() as patched:
@@ -202,9 +202,9 @@ def test_killed_anywhere(place: Path, monkeypatch: pytest.MonkeyPatch, module: A
                 break
         run(chain, ChainWatch())
         assert (out / "third" / "text").read_text() == "cab"
-        assert not [one for one in stage_statuses(chain) if one.why]
-        kept = [".lock", "chain.json", "digests.json", "long", "second", "third"]
-        assert sorted(path.name for path in out.iterdir()) == kept
+        assert not [status for status in stage_statuses(chain) if status.why]
+        names = [".lock", "chain.json", "digests.json", "long", "second", "third"]
+        assert sorted(path.name for path in out.iterdir()) == names
     assert points == (12 if module is states else 2)
 
 

@@ -82,7 +82,7 @@ logging_steps = 1
 """
 
 
-def made(place: Path) -> Path:
+def write_chain(place: Path) -> Path:
     small(place / "model", "qwen2")
     write_jsonl(place / "rows.jsonl", *({"input_ids": [i + 1, *range(5, 12)]} for i in range(6)))
     (place / "recipe.toml").write_text(RECIPE)
@@ -107,16 +107,16 @@ class Killed(ChainWatch):
 
 
 def test_from_rows_to_an_upload(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    path = made(tmp_path)
+    path = write_chain(tmp_path)
     chain = read_chain(str(path), str(tmp_path / "out"))
     with pytest.raises(KilledError):
         run(chain, Killed())
-    assert [one.why for one in stage_statuses(chain)][:2] == ["it was interrupted", "'sft' runs before it"]
+    assert [status.why for status in stage_statuses(chain)][:2] == ["it was interrupted", "'sft' runs before it"]
     assert main(["run", str(path), "--output", str(chain.output)]) == 0
-    said = capsys.readouterr().out
-    assert "resumed" in said
-    assert "dry run   " in said
-    assert not [one for one in stage_statuses(chain) if one.why]
+    output = capsys.readouterr().out
+    assert "resumed" in output
+    assert "dry run   " in output
+    assert not [status for status in stage_statuses(chain) if status.why]
     pushed = json.loads((chain.output / "push" / "push.json").read_text())
     assert (pushed["repo"], pushed["private"], pushed["uploaded"]) == ("me/tiny", True, None)
     files = pushed["files"]
@@ -128,7 +128,7 @@ def test_from_rows_to_an_upload(tmp_path: Path, monkeypatch: Any, capsys: Any) -
     assert (chain.output / "merge" / "model.safetensors").exists()
     # A card that is written by hand is uploaded, and trains nothing again.
     (chain.output / "sft" / "README.md").write_text("By hand.\n")
-    assert {one.link.name: one.why for one in stage_statuses(chain) if one.why} == {
+    assert {status.link.name: status.why for status in stage_statuses(chain) if status.why} == {
         "cards": "README.md changed",
         "push": "'cards' runs before it",
     }
@@ -154,17 +154,17 @@ def test_from_rows_to_an_upload(tmp_path: Path, monkeypatch: Any, capsys: Any) -
     ],
 )
 def test_mistakes(tmp_path: Path, capsys: Any, before: str, after: str, words: str) -> None:
-    path = made(tmp_path)
+    path = write_chain(tmp_path)
     for file in (path, tmp_path / "recipe.toml"):
         file.write_text(file.read_text().replace(before, after))
     assert main(["run", str(path), "--output", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr()
-    assert (said.err.count("\n"), words in said.err, said.out) == (1, True, ""), said.err
+    output = capsys.readouterr()
+    assert (output.err.count("\n"), words in output.err, output.out) == (1, True, ""), output.err
     assert not (tmp_path / "out").exists()
 
 
 def test_a_chain_is_no_recipe(tmp_path: Path, capsys: Any) -> None:
-    path = made(tmp_path)
+    path = write_chain(tmp_path)
     assert main(["finetune", "--recipe", str(path), "--data", str(tmp_path / "rows.jsonl")]) == 2
     assert "is a chain of stages, not a recipe: run it with 'wgpu-lora run" in capsys.readouterr().err
 
@@ -172,12 +172,12 @@ def test_a_chain_is_no_recipe(tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.rare
 def test_processes_killed_at_random(tmp_path: Path) -> None:
     """SIGKILL or SIGINT after a random time, until a run ends by itself: the same adapters as without."""
-    path = made(tmp_path)
+    path = write_chain(tmp_path)
     command = [sys.executable, "-m", "wgpu_lora", "run", str(path), "--output"]
     environment = os.environ | {"WGPU_LORA_NO_TUNE": "1"}
-    begun = time.monotonic()
+    start = time.monotonic()
     assert subprocess.run([*command, str(tmp_path / "whole")], env=environment, capture_output=True).returncode == 0
-    whole, rng = time.monotonic() - begun, random.Random(seeds(1, "chain")[0])
+    whole, rng = time.monotonic() - start, random.Random(seeds(1, "chain")[0])
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".chain.json.k_9wa2xt.tmp").write_text("{")  # of a process that was killed while it wrote
     ends = []
@@ -269,6 +269,6 @@ def test_what_it_ends_with(tmp_path: Path) -> None:
 def test_an_interrupted_chain_says_how_to_continue(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """In a stage other than training."""
     monkeypatch.setattr("wgpu_lora.chain.chain_run.run", Mock(side_effect=KeyboardInterrupt))
-    path = made(tmp_path)
+    path = write_chain(tmp_path)
     assert main(["run", str(path)]) == 130
     assert f"run {path}" in capsys.readouterr().out

@@ -159,10 +159,10 @@ def test_a_check_of_another_form_is_an_error_in_the_data(check):
 def test_why_a_check_is_not_understood_is_one_line(check, why):
     with pytest.raises(UserError) as caught:
         parse_check(check)
-    said = str(caught.value)
-    assert why in said
-    assert said.isprintable()
-    assert " at 0x" not in said
+    reason = str(caught.value)
+    assert why in reason
+    assert reason.isprintable()
+    assert " at 0x" not in reason
 
 
 def test_what_is_asserted_of_other_values_is_as_in_python():
@@ -175,7 +175,9 @@ f = lambda n: [
 """
     holds = """f(0) == 1; f(1) == 0.5 and f(1) < 1; f(2) == {1}; f(3) == {(1, 2)}; f(4) == b"a"; 2 in f(5)
         f(5) != [0, 1, 2]; f(6); f(7) != [1]; f(8) is not None and f(8) != 3; f(9) != 0.1; not f(10)"""
-    result = run_check(code, "\n".join(f"assert {one.strip()}" for one in holds.replace("\n", ";").split(";")))
+    result = run_check(
+        code, "\n".join(f"assert {expression.strip()}" for expression in holds.replace("\n", ";").split(";"))
+    )
     assert result.passed, result.reason
     for fails in ("f(7) == [1]", "f(7) != f(7)", "f(6) is None", "f(7) < 3", "f(0) == 2", "f(9) == 0.1", "1 in f(7)"):
         assert not run_check(code, f"assert {fails}").passed
@@ -299,9 +301,9 @@ def test_a_right_answer_passes() -> None:
 def test_hostile_answers_do_not_pass() -> None:
     with nothing_left(), ThreadPoolExecutor(4) as threads:
         results = threads.map(lambda name: run(HOSTILE[name], timeout=seconds_for(name)), HOSTILE)
-        found = dict(zip(HOSTILE, results, strict=True))
-    assert [(name, result) for name, result in found.items() if result.outcome != name.partition(":")[0]] == []
-    assert all(result.reason for result in found.values())
+        by_name = dict(zip(HOSTILE, results, strict=True))
+    assert [(name, result) for name, result in by_name.items() if result.outcome != name.partition(":")[0]] == []
+    assert all(result.reason for result in by_name.values())
     assert not Path("/tmp/attack").exists()
 
 
@@ -391,9 +393,9 @@ assert abs(f([1])) < 1
 @pytest.mark.parametrize("name", ODD)
 def test_tests(name: str) -> None:
     answer, test = ODD[name].split("---\n")
-    found = run(answer, "def check(f):\n" + textwrap.indent(test, "    "), seconds_for(name))
+    result = run(answer, "def check(f):\n" + textwrap.indent(test, "    "), seconds_for(name))
     outcome, words = name.split(", of")[0].split(": ", 1)
-    assert (found.outcome, words in found.reason) == (outcome, True), found
+    assert (result.outcome, words in result.reason) == (outcome, True), result
 
 
 @confined

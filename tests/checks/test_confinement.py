@@ -41,10 +41,10 @@ def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_this_system_confines() -> None:
-    found = confinement()
-    assert found.missing is None
-    assert {"CPU", "AS", "NPROC", "FSIZE", "NOFILE"} <= set(found.limits)
-    assert "a seccomp filter" in str(found)
+    status = confinement()
+    assert status.missing is None
+    assert {"CPU", "AS", "NPROC", "FSIZE", "NOFILE"} <= set(status.limits)
+    assert "a seccomp filter" in str(status)
 
 
 # -- the filter --------------------------------------------------------------------------------------------------------
@@ -98,15 +98,15 @@ def test_the_program_of_each_architecture(machine: str) -> None:
     column, own = seccomp.ARCHITECTURES[machine]
 
     def verdict(number: int, architecture: int = own, third: int = 0) -> int:
-        data, held, at = {0: number, 4: architecture, 32: third}, 0, 0
+        data, accumulator, at = {0: number, 4: architecture, 32: third}, 0, 0
         while True:
             what, if_so, if_not, value = steps[at]
             if what == seccomp.RETURN:
                 return value
             if what == seccomp.LOAD:
-                held = data[value]
+                accumulator = data[value]
             else:
-                true = {0x15: held == value, 0x35: held >= value, 0x45: bool(held & value)}[what]
+                true = {0x15: accumulator == value, 0x35: accumulator >= value, 0x45: bool(accumulator & value)}[what]
                 at += if_so if true else if_not
             at += 1
 
@@ -128,8 +128,8 @@ def test_numbers_are_libseccomps() -> None:
     resolve = ctypes.CDLL(ctypes.util.find_library("seccomp")).seccomp_syscall_resolve_name_arch
     for column, architecture in seccomp.ARCHITECTURES.values():
         for name, numbers in (seccomp.ALLOWED | seccomp.NOT_EXECUTABLE).items():
-            found = resolve(ctypes.c_uint32(architecture), name.encode())
-            assert numbers[column] == (found if found >= 0 else None), name
+            number = resolve(ctypes.c_uint32(architecture), name.encode())
+            assert numbers[column] == (number if number >= 0 else None), name
 
 
 # -- time, memory and output -------------------------------------------------------------------------------------------
@@ -252,8 +252,8 @@ def test_floods_and_hogs_end_in_time_and_cost_no_memory() -> None:
         return result.reason, time.monotonic() - begin
 
     with memory_below(64 * OUTPUT), ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(attack, FLOODS.keys(), FLOODS.values()))
-    for name, (reason, seconds) in zip(FLOODS, found, strict=True):
+        results = list(pool.map(attack, FLOODS.keys(), FLOODS.values()))
+    for name, (reason, seconds) in zip(FLOODS, results, strict=True):
         assert name.partition("=>")[2].strip() in reason, name
         assert seconds < (5.0 if name.endswith(("=>", " s")) else 10.0), name
 
@@ -300,8 +300,8 @@ def test_the_filter_holds_where_namespaces_are_refused() -> None:
         sandbox_process.ENTRY = {UNGUARDED!r}
         print(confinement().namespaces, run_check({answer!r}, f"assert f({{os.getpid()}}) == {{{{}}}}").passed)
         """
-    done = run_where(f"refuse({UNSHARE})", code)
-    assert done.stdout == "[] True\n", done.stderr
+    process = run_where(f"refuse({UNSHARE})", code)
+    assert process.stdout == "[] True\n", process.stderr
 
 
 def test_without_a_filter_it_is_refused_unless_allowed() -> None:
@@ -311,9 +311,9 @@ def test_without_a_filter_it_is_refused_unless_allowed() -> None:
         print(confinement(True).missing)
         confinement()
         """
-    done = run_where(f"refuse({PRCTL}, 22)", code)
-    assert done.stdout == "passed PermissionError: open\nprctl(22) is refused (Invalid argument)\n", done.stderr
-    last = done.stderr.splitlines()[-1]
+    process = run_where(f"refuse({PRCTL}, 22)", code)
+    assert process.stdout == "passed PermissionError: open\nprctl(22) is refused (Invalid argument)\n", process.stderr
+    last = process.stderr.splitlines()[-1]
     assert "cannot be confined on this system, because prctl(22) is refused" in last
     assert "--allow-unconfined" in last
 
@@ -325,10 +325,10 @@ def test_commands_say_so_before_they_do_anything(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sandbox_process, "ENTRY", f"import sys; sys.platform = 'darwin'; {sandbox_process.ENTRY}")
     assert main(command) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "because darwin has no seccomp" in said.err
-    assert "--allow-unconfined" in said.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "because darwin has no seccomp" in output.err
+    assert "--allow-unconfined" in output.err
     assert os.listdir(tmp_path) == []
     result = run_check("def f():\n    return 1", "assert f() == 1", allow_unconfined=True)
     assert result.passed, result.reason

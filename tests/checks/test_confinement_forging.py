@@ -156,28 +156,28 @@ def test_what_is_expected_is_not_in_the_process() -> None:
     check = f"assert f({sent.decode()!r}) == {expected.decode()!r}"
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(run_check, answer, check, 1.0)
-        seen: list[bytes] = []
-        while not (seen or result.done()):
+        memories: list[bytes] = []
+        while not (memories or result.done()):
             for child in psutil.Process().children(recursive=True):
                 with suppress(psutil.Error):
                     if ENTRY in child.cmdline():  # until then it is a fork of this process
-                        seen += [memory for memory in [memory_of(child.pid)] if sent in memory]
+                        memories += [memory for memory in [memory_of(child.pid)] if sent in memory]
     assert result.result().reason == "no answer in 1 s"
-    assert seen
-    assert not any(expected in memory for memory in seen)
+    assert memories
+    assert not any(expected in memory for memory in memories)
 
 
 def memory_of(pid: int) -> bytes:
     """What may be written in a process, as root sees it."""
-    found = b""
+    content = b""
     with suppress(OSError), open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         for line in maps:
             begin, end = (int(part, 16) for part in line.split()[0].split("-"))
             if "rw" in line.split()[1]:
                 with suppress(OSError):
                     memory.seek(begin)
-                    found += memory.read(end - begin)
-    return found
+                    content += memory.read(end - begin)
+    return content
 
 
 # -- plain data ----------------------------------------------------------------------------------------------------

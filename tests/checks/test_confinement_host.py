@@ -235,11 +235,11 @@ def test_nothing_of_the_parent_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> 
             return dict(os.environ), raw, written, sys.argv
         """)
     try:
-        environ, raw, written, argv = returned(code, write)
+        environ, raw, files, argv = returned(code, write)
     finally:
         os.close(read)
         os.close(write)
-    assert (environ, raw, written, argv) == ({}, [None], {}, [""])
+    assert (environ, raw, files, argv) == ({}, [None], {}, [""])
 
 
 def test_it_ends_with_its_parent() -> None:

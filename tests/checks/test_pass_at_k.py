@@ -79,9 +79,9 @@ def test_rows(tmp_path: Path) -> None:
         ({**OWN, "check": "print(1)"}, "is not an assert"),
     ]
     for row, words in bad:
-        with pytest.raises(UserError, match=words) as found:
+        with pytest.raises(UserError, match=words) as caught:
             read_problems(file_source(write_jsonl(tmp_path / "b.jsonl", OWN, row)))
-        assert "b.jsonl, line 2" in str(found.value)
+        assert "b.jsonl, line 2" in str(caught.value)
 
 
 def test_the_code_in_an_answer() -> None:
@@ -109,7 +109,7 @@ def test_samples_are_checked_and_counted(tmp_path: Path, monkeypatch: pytest.Mon
     """Of answers that are given here: two samples of two rows, before and after."""
     texts = {"base": ["def f(x): return 2", "def f(x): return 3", "    return x", "    import os; os._exit(0)"],
              "a": ["```\ndef f(x): return x + 1\n```", "def f(x):", "    return x + 1", "    return 2"]}  # fmt: skip
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     def answer(
         model: Any,
@@ -124,7 +124,7 @@ def test_samples_are_checked_and_counted(tmp_path: Path, monkeypatch: pytest.Mon
         **_: Any,
     ) -> None:
         plain = settings.prompt_format == "text"
-        asked.append((plain, seeds))
+        requests.append((plain, seeds))
         for number in range(len(prompts)):
             of, who = divmod(number, len(names))
             text = texts[names[who]][of + 2 * plain]
@@ -139,27 +139,27 @@ def test_samples_are_checked_and_counted(tmp_path: Path, monkeypatch: pytest.Mon
     problems = read_problems(file_source(write_jsonl(tmp_path / "rows.jsonl", OWN, HUMAN)))
     warm = GenerationOptions(temperature=1.0, seed=3)
     slots = {"base": None, "a": 0}
-    found = measure(None, problems, [1, 2], 2, warm, {"a": tmp_path}, slots)  # type: ignore[arg-type]
-    assert found.completion
-    assert found.rates["base"].pass_at_k == {1: 0.25, 2: 0.5}
-    assert found.rates["a"].pass_at_k == {1: 0.75, 2: 1.0}
-    assert found.rates["base"].outcomes == {"passed": 1, "failed": 2, "timeout": 0, "error": 1}
-    assert [(one.row, one.sample, one.adapter) for one in found.samples][:3] == [
+    result = measure(None, problems, [1, 2], 2, warm, {"a": tmp_path}, slots)  # type: ignore[arg-type]
+    assert result.completion
+    assert result.rates["base"].pass_at_k == {1: 0.25, 2: 0.5}
+    assert result.rates["a"].pass_at_k == {1: 0.75, 2: 1.0}
+    assert result.rates["base"].outcomes == {"passed": 1, "failed": 2, "timeout": 0, "error": 1}
+    assert [(sample.row, sample.sample, sample.adapter) for sample in result.samples][:3] == [
         (0, 0, "base"),
         (0, 0, "a"),
         (0, 1, "base"),
     ]
     seeds = [seed_of(3, 0, s) for s in (0, 0, 1, 1)], [seed_of(3, 1, s) for s in (0, 0, 1, 1)]
-    assert sorted(asked) == [(False, seeds[0]), (True, seeds[1])]
-    assert len({one.seed for one in found.samples}) == 4
+    assert sorted(requests) == [(False, seeds[0]), (True, seeds[1])]
+    assert len({sample.seed for sample in result.samples}) == 4
 
 
 @confined
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    made = words_and_adapters(tmp_path, TEMPLATE)
+    directory = words_and_adapters(tmp_path, TEMPLATE)
     monkeypatch.setenv("WGPU_LORA_DATA_DIR", str(tmp_path / "data"))
     rows = write_jsonl(tmp_path / "rows.jsonl", {**HUMAN, "prompt": "def w5(x):\n", "entry_point": "w5"}, OWN)
-    ask = ["evaluate", "--data", rows, "--adapter", made / "a", "--compare", "--samples", 2, "--max-new-tokens", 3]
+    ask = ["evaluate", "--data", rows, "--adapter", directory / "a", "--compare", "--samples", 2, "--max-new-tokens", 3]
     outputs = []
     for number in range(2):
         output = tmp_path / f"{number}.jsonl"
@@ -184,13 +184,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) 
     assert [(a["adapter"], a["sample"]) for a in answers[:4]] == [("base", 0), ("a", 0), ("base", 1), ("a", 1)]
     assert {a["outcome"] for a in answers} == {"failed"}
     assert len({a["response"] for a in answers}) > 4
-    found = json.loads(out)
-    assert [(r["name"], r["pass_at_k"]) for r in found["results"]] == [
+    report = json.loads(out)
+    assert [(r["name"], r["pass_at_k"]) for r in report["results"]] == [
         ("base", {"1": 0, "2": 0}),
         ("a", {"1": 0, "2": 0}),
     ]
-    assert found["settings"]["temperature"] == 0.8
-    assert found["confinement"]["not_enforced"] == []
+    assert report["settings"]["temperature"] == 0.8
+    assert report["confinement"]["not_enforced"] == []
     for more, words in (
         (["--pass-at-k", "3"], "needs at least 3 samples per row"),
         (["--pass-at-k", "1", "--temperature", "0"], "all 2 samples of a row are equal"),

@@ -47,15 +47,15 @@ def test_names():
 def test_finetune_and_evaluate(tmp_path: Path):
     data = write_rows(tmp_path / "rows.jsonl")
     model = wgpu_lora.load(QWEN2)
-    seen = []
+    records = []
     options = {**SMALL, "learning_rate": np.float32(1e-2), "seed": np.int64(42)}
     before = wgpu_lora.evaluate(model, data, max_length=16)
     allocated = model.device.allocated
-    result = wgpu_lora.finetune(model, data=data, output=tmp_path / "out", callback=seen.append, **options)
+    result = wgpu_lora.finetune(model, data=data, output=tmp_path / "out", callback=records.append, **options)
     after = wgpu_lora.evaluate(model, data, adapter=tmp_path / "out", max_length=16)
     assert result.stop_reason == "max steps"
-    assert [r.step for r in seen] == [1, 2]
-    assert seen[0].loss > 0
+    assert [r.step for r in records] == [1, 2]
+    assert records[0].loss > 0
     assert after.loss < before.loss
     assert model.device.allocated == allocated  # the base stays, and nothing else
 
@@ -90,12 +90,12 @@ def test_prompts_must_be_text():
 def test_generate_with_the_demo():
     model = wgpu_lora.load("demo")
     pieces: list[str] = []
-    asked = ["Write a Python function f(xs)."]
-    (found,) = wgpu_lora.answer(model, asked, max_new_tokens=4, events=hearing(text=pieces.append))
-    assert "".join(pieces) == found.text
-    assert len(found.token_ids) <= 4
-    both = wgpu_lora.answer(model, ["Write a Python function f(xs).", "Hello"], max_new_tokens=4, batch=2)
-    assert both[0].token_ids == found.token_ids
+    prompts = ["Write a Python function f(xs)."]
+    (answer,) = wgpu_lora.answer(model, prompts, max_new_tokens=4, events=hearing(text=pieces.append))
+    assert "".join(pieces) == answer.text
+    assert len(answer.token_ids) <= 4
+    answers = wgpu_lora.answer(model, ["Write a Python function f(xs).", "Hello"], max_new_tokens=4, batch=2)
+    assert answers[0].token_ids == answer.token_ids
 
 
 def test_signatures_are_real():
@@ -138,18 +138,18 @@ def test_progress_is_shown_where_it_is_seen(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_notebook_is_told_by_its_kernel(monkeypatch: pytest.MonkeyPatch):
-    for config, seen in (({"IPKernelApp": {}}, True), ({}, False)):
+    for config, expected in (({"IPKernelApp": {}}, True), ({}, False)):
         shell = types.SimpleNamespace(config=config)
         monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda shell=shell: shell))
-        assert notebook_progress.in_notebook() is seen
-        assert notebook_progress.shows_progress(None) is seen
+        assert notebook_progress.in_notebook() is expected
+        assert notebook_progress.shows_progress(None) is expected
         assert not notebook_progress.shows_progress(False)
 
 
 def test_what_version_0_1_0_called_by_functions_has_a_note(tmp_path: Path):
     data, tensors, rows = write_rows(tmp_path / "rows.jsonl"), [], []
     with pytest.warns(DeprecationWarning, match=r"(progress|on_rows) is now a method of Events"):
-        wgpu_lora.evaluate(QWEN2, data, progress=tensors.append, on_rows=lambda *done: rows.append(done))
+        wgpu_lora.evaluate(QWEN2, data, progress=tensors.append, on_rows=lambda *counts: rows.append(counts))
     assert "model.norm.weight" in tensors
     assert rows[0][0] == 0 < rows[-1][0] == rows[-1][1]
     with pytest.raises(TypeError, match="unexpected keyword argument 'zork'"):
@@ -165,43 +165,43 @@ def test_training_arguments_are_taken_whole(tmp_path: Path):
     assert (record.options.seed, record.options.lora_r) == (7, args.lora_r)
     again = wgpu_lora.finetune(None, wgpu_lora.TrainingArguments(output=args.output, resume=True, max_steps=3))
     assert (again.steps, again.options.seed) == (3, 7)
-    for given, options, message in (
+    for arguments, options, message in (
         ((QWEN2, {"lora_r": 2}), {}, "args must be"),
         ((None, args), {"recipe": "demo"}, "one of them"),
     ):
         with pytest.raises(wgpu_lora.UserError, match=message):
-            wgpu_lora.finetune(*given, **options)
+            wgpu_lora.finetune(*arguments, **options)
 
 
 def test_how_the_model_and_the_device_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    seen = []
+    calls = []
 
     class Reached(Exception):
         pass
 
     def stop(args, model=None, rows=None):
-        seen.append((args.model, args.device, model))
+        calls.append((args.model, args.device, model))
         raise Reached
 
     monkeypatch.setattr("wgpu_lora.api.prepare_job", stop)
     loaded = wgpu_lora.load(QWEN2)
-    for given, options in (
+    for arguments, options in (
         (("demo",), {"model": None, "device": 0}),
         ((), {"model": QWEN2}),
         ((), {"model": Path(QWEN2), "device": "0"}),
         ((), {"model": loaded}),
     ):
         with pytest.raises(Reached):
-            wgpu_lora.finetune(*given, data="rows.jsonl", **options)
-    assert seen == [("demo", "0", None), (QWEN2, None, None), (QWEN2, "0", None), (QWEN2, None, loaded)]
-    for given, options, message in (
+            wgpu_lora.finetune(*arguments, data="rows.jsonl", **options)
+    assert calls == [("demo", "0", None), (QWEN2, None, None), (QWEN2, "0", None), (QWEN2, None, loaded)]
+    for arguments, options, message in (
         (("demo",), {"model": "demo"}, "two models"),
         (("demo",), {"device": True}, "device must be text"),
         (("demo",), {"output": ""}, "'output' is empty"),
         (("",), {}, "'model' is empty"),
     ):
         with pytest.raises(wgpu_lora.UserError, match=message):
-            wgpu_lora.finetune(*given, data="rows.jsonl", **options)
+            wgpu_lora.finetune(*arguments, data="rows.jsonl", **options)
 
 
 @pytest.mark.parametrize(
@@ -230,14 +230,14 @@ def test_values_that_mean_nothing_are_refused(wrong: Callable[[], object], messa
 
 
 def test_the_demo_finds_a_fresh_directory(tmp_path: Path):
-    wanted = tmp_path / "demo-run"
-    assert numbered(wanted) == wanted
-    wanted.mkdir()
-    assert numbered(wanted) == wanted
-    (wanted / "log.jsonl").write_text("")
+    directory = tmp_path / "demo-run"
+    assert numbered(directory) == directory
+    directory.mkdir()
+    assert numbered(directory) == directory
+    (directory / "log.jsonl").write_text("")
     (tmp_path / "demo-run-2").mkdir()
     (tmp_path / "demo-run-2" / "x").write_text("")
-    assert numbered(wanted) == tmp_path / "demo-run-3"
+    assert numbered(directory) == tmp_path / "demo-run-3"
 
 
 # -- how the package was installed -------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def test_every_command_works(tmp_path: Path) -> None:
     script = "\n".join(re.findall(r"^```sh\n(.*?)^```$", TUTORIAL.read_text(), re.DOTALL | re.MULTILINE))
     assert script.count("wgpu-lora ") >= 8
     environment = {name: value for name, value in os.environ.items() if name != "WGPU_LORA_NO_TUNE"}
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=ROOT,
         env=environment | {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")},
@@ -344,10 +344,10 @@ def test_every_command_works(tmp_path: Path) -> None:
         text=True,
         timeout=1200,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    before, _, after = done.stdout.partition("finished ")
-    asked = {"double_even": "x * 2 for x in xs if x % 2 == 0", "add_numbers": "x + 1 for x in xs if x > 3"}
-    for name, value in asked.items():
+    assert process.returncode == 0, process.stdout + process.stderr
+    before, _, after = process.stdout.partition("finished ")
+    bodies = {"double_even": "x * 2 for x in xs if x % 2 == 0", "add_numbers": "x + 1 for x in xs if x > 3"}
+    for name, value in bodies.items():
         answer = f"def {name}(xs: list[int]) -> list[int]:\n    return [{value}]"
         assert answer not in before
         assert answer in after

@@ -95,9 +95,11 @@ def test_mistakes_on_stdin(run: Run, monkeypatch: pytest.MonkeyPatch, piped: byt
 def test_output_that_cannot_be_written(stderr: int | None):
     code = "import sys, wgpu_lora.cli; sys.exit(wgpu_lora.cli.main(['--version']))"
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=stderr or full, text=True, check=False)
-    assert done.returncode == 2
-    assert stderr is None or done.stderr.splitlines() == ["wgpu-lora: No space left on device: while writing."]
+        process = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=stderr or full, text=True, check=False
+        )
+    assert process.returncode == 2
+    assert stderr is None or process.stderr.splitlines() == ["wgpu-lora: No space left on device: while writing."]
 
 
 def test_no_adapter(run: Run, monkeypatch: pytest.MonkeyPatch):
@@ -107,10 +109,10 @@ def test_no_adapter(run: Run, monkeypatch: pytest.MonkeyPatch):
 
 def test_info(run: Run):
     assert "*" in run("info").out
-    found = json.loads(run("info", "--json").out)
-    assert found["devices"][found["used"]]["index"] == found["used"]
-    assert found["adapters"] == found["devices"]  # what 0.1 called them
-    assert found["tilings"] in run("info").out
+    report = json.loads(run("info", "--json").out)
+    assert report["devices"][report["used"]]["index"] == report["used"]
+    assert report["adapters"] == report["devices"]  # what 0.1 called them
+    assert report["tilings"] in run("info").out
 
 
 def test_tune(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -118,24 +120,24 @@ def test_tune(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WGPU_LORA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(Tuner, "_verdict", verdicts())
     monkeypatch.setattr(Tuner, "_seconds", lambda *_: 1.0)
-    given = flags(**{**SMALL, "model": QWEN2, "data": write_rows(tmp_path / "rows.jsonl", ROWS)})
-    assert "0 kernel sizes" in run("tune", *given, "--seconds", "1e-9").out
+    arguments = flags(**{**SMALL, "model": QWEN2, "data": write_rows(tmp_path / "rows.jsonl", ROWS)})
+    assert "0 kernel sizes" in run("tune", *arguments, "--seconds", "1e-9").out
     (file,) = (tmp_path / "cache").rglob("*.json")
     assert json.loads(file.read_text())["skipped"]
-    assert re.search(r"tuned +[1-9]\d* kernel sizes in", run("tune", *given).out)
+    assert re.search(r"tuned +[1-9]\d* kernel sizes in", run("tune", *arguments).out)
     content = json.loads(file.read_text())
     assert content["entries"]
     assert not content["skipped"]
-    found = run("tune", *given).out
-    assert "was timed before" in found
-    assert str(file) in found
-    assert "kernel sizes in" in run("tune", *given, "--retune").out
+    output = run("tune", *arguments).out
+    assert "was timed before" in output
+    assert str(file) in output
+    assert "kernel sizes in" in run("tune", *arguments, "--retune").out
     assert str(file) in run("tune", "--clear").out
     assert not file.exists()
     for wrong, message in (
         (["--clear", "--model", "demo"], "--model does nothing with --clear"),
-        ([*given, "--seconds", "0"], "--seconds is 0"),
-        ([*given, "--no-tune"], "--no-tune contradicts"),
+        ([*arguments, "--seconds", "0"], "--seconds is 0"),
+        ([*arguments, "--no-tune"], "--no-tune contradicts"),
     ):
         assert message in run("tune", *wrong).refusal()
 
@@ -198,27 +200,27 @@ def test_plan_allocates_nothing(run: Run, data: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Device, "create_buffer", refuse)
     options = flags(**SMALL, model=QWEN2, data=data)
-    found = json.loads(run("plan", "--json", *options).out)
-    assert found["peak"] == max(sum(found["groups"].values()), found["loading"])
-    assert [bucket["tokens"] for bucket in found["buckets"]] == [16, 32]
-    assert found["fits"]
+    plan = json.loads(run("plan", "--json", *options).out)
+    assert plan["peak"] == max(sum(plan["groups"].values()), plan["loading"])
+    assert [bucket["tokens"] for bucket in plan["buckets"]] == [16, 32]
+    assert plan["fits"]
     text = run("plan", *options).out
-    assert f"({found['optimizer_state']:,} bytes) of state" in text
-    assert f"{found['peak']:,}" in text
+    assert f"({plan['optimizer_state']:,} bytes) of state" in text
+    assert f"{plan['peak']:,}" in text
     assert "steps     2; 4 per epoch, 17 tokens each; cosine from 1.00e-03 after 1 step of warm-up\n" in text
     assert "warning   2 steps may be too few to learn much: try a larger --max-steps\n" in text
-    tight = run("plan", *options, "--memory-budget", found["peak"] - 1)
+    tight = run("plan", *options, "--memory-budget", plan["peak"] - 1)
     assert tight.code == 0
     assert "it does not fit" in tight.out
     assert "would fit with --per-device-train-batch-size 1: " in tight.out
-    ways = json.loads(run("plan", "--json", *options, "--memory-budget", found["peak"] - 1).out)["ways"]
+    ways = json.loads(run("plan", "--json", *options, "--memory-budget", plan["peak"] - 1).out)["ways"]
     assert {"--per-device-train-batch-size 1"} <= {way["options"] for way in ways}
     for way in ways:
-        assert way["peak"] < found["peak"]
+        assert way["peak"] < plan["peak"]
         assert f"{way['options']}: " in tight.out
         assert f"({way['peak']:,} bytes)" in tight.out
-        given = ["--gradient-checkpointing"] if "checkpointing" in way["options"] else way["options"].split()
-        assert json.loads(run("plan", "--json", *options, *given).out)["peak"] == way["peak"]
+        change = ["--gradient-checkpointing"] if "checkpointing" in way["options"] else way["options"].split()
+        assert json.loads(run("plan", "--json", *options, *change).out)["peak"] == way["peak"]
     assert "it does not fit; the base model alone takes" in run("plan", *options, "--memory-budget", "1KB").out
 
 
@@ -226,14 +228,14 @@ def test_plan_of_a_shape(run: Run, data: Path, monkeypatch: pytest.MonkeyPatch):
     """Without files. A delta net's five linear layers count as linear layers, of which two stay as they are."""
     monkeypatch.setattr(Device, "create_buffer", None)
     shape = ["--shape", "qwen3.5-0.8b", "--max-length", "256"]
-    found = json.loads(run("plan", "--json", *shape).out)
+    plan = json.loads(run("plan", "--json", *shape).out)
     delta = dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"), 18)
-    others = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), 6)
-    assert found["modules"] == {**delta, **others, **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 24)}
+    attention = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), 6)
+    assert plan["modules"] == {**delta, **attention, **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 24)}
     text = run("plan", *shape).out
     assert "weights in nf4, in_proj_b and in_proj_a in bf16" in text
     assert "modules   18 in_proj_qkv, 18 in_proj_z, " in text
-    assert f"{found['peak']:,}" in text
+    assert f"{plan['peak']:,}" in text
     assert "not known: choose one of" in run("plan", "--shape", "qwen").refusal()
     assert "--data and --shape exclude each other" in run("plan", *shape, "--data", data).refusal()
     assert "leave out --adapters" in run("plan", *shape, "--adapters", f"{data}:x").refusal()
@@ -266,12 +268,12 @@ def test_a_small_run(run: Run, tmp_path: Path, data: Path, device: Device):
     options = {**SMALL, "model": QWEN2, "data": data, "output": out, "eval_data": data, "learning_rate": 1e-2}
     planned = json.loads(run("plan", "--json", *flags(**options)).out)
 
-    others = device.allocated  # by tests before this one
-    done = run("finetune", *flags(**options))
-    assert done.code == 0, done
-    assert "the step limit is reached" in done.out
+    allocated_before = device.allocated  # by tests before this one
+    result = run("finetune", *flags(**options))
+    assert result.code == 0, result
+    assert "the step limit is reached" in result.out
     facts = json.loads((out / "run.json").read_text())
-    assert facts["memory"]["peak"] == facts["memory"]["peak_allocated"] - others == planned["peak"]
+    assert facts["memory"]["peak"] == facts["memory"]["peak_allocated"] - allocated_before == planned["peak"]
 
     base = json.loads(run("evaluate", "--json", "--model", QWEN2, "--data", data, "--max-length", 16).out)
     tuned = json.loads(run("evaluate", "--json", "--data", data, "--adapter", out, "--max-length", 16).out)

@@ -29,25 +29,25 @@ ASK = ["--base-dtype", "f32", "--max-new-tokens", TOKENS]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_models(tmp_path_factory.mktemp("chat"))
 
 
 @pytest.fixture(scope="module")
-def model(made: Path, device: Device) -> LoadedModel:
-    return wgpu_lora.load(made / "model", base_dtype="f32", device=device)
+def model(workspace: Path, device: Device) -> LoadedModel:
+    return wgpu_lora.load(workspace / "model", base_dtype="f32", device=device)
 
 
 @pytest.fixture
-def talk(model: LoadedModel, made: Path) -> Iterator[Callable[..., Chat]]:
-    with chats(model, made) as start:
+def talk(model: LoadedModel, workspace: Path) -> Iterator[Callable[..., Chat]]:
+    with chats(model, workspace) as start:
         yield start
 
 
 @pytest.fixture
-def run(made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """The command with this on its stdin."""
-    monkeypatch.chdir(made)
+    monkeypatch.chdir(workspace)
     run = commands(capsys, "chat", *ASK)
 
     def call(text: str, *arguments: Any) -> Result:
@@ -59,10 +59,10 @@ def run(made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 @pytest.fixture
 def tell(
-    talk: Any, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talk: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[str, str]]:
     """The same of a model that is loaded already; mistakes are raised."""
-    monkeypatch.chdir(made)
+    monkeypatch.chdir(workspace)
 
     def call(text: str, *names: str, chat: Chat | None = None) -> tuple[str, str]:
         pipe(monkeypatch, text)
@@ -77,19 +77,19 @@ def pipe(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8"))
 
 
-def test_lines_are_turns(run: Any, model: LoadedModel, made: Path):
+def test_lines_are_turns(run: Any, model: LoadedModel, workspace: Path):
     user = [{"role": "user", "content": text} for text in ("w7 w11", "w5\nw6", "w8\n w9")]
-    first = at_once(model, user[:1], made / "a")
-    second = at_once(model, [user[0], {"role": "assistant", "content": first}, user[1]], made / "a")
+    first = at_once(model, user[:1], workspace / "a")
+    second = at_once(model, [user[0], {"role": "assistant", "content": first}, user[1]], workspace / "a")
     code, out, err = run('w7 w11\n\nw5\\\nw6\n/reset\n"""w8\n w9"""\n', "--adapter", "a")
-    third = at_once(model, user[2:], made / "a")
+    third = at_once(model, user[2:], workspace / "a")
     assert (code, out) == (0, f"{first}\n{second}\n{third}\n")
     assert err.count("cut off after 4 tokens") == 3
     assert "started a new conversation" in err
 
 
-def test_side_by_side(run: Any, tell: Any, model: LoadedModel, made: Path):
-    expected = wgpu_lora.compare(model, "w7", {"x": made / "a", "b": made / "b"}, max_new_tokens=TOKENS)
+def test_side_by_side(run: Any, tell: Any, model: LoadedModel, workspace: Path):
+    expected = wgpu_lora.compare(model, "w7", {"x": workspace / "a", "b": workspace / "b"}, max_new_tokens=TOKENS)
     blocks = [f"== {name} ==\n{answer.text}" for name, answer in expected.items()]
     assert run("w7\n", "--adapter", "x=a", "--adapter", "b", "--compare")[1] == "\n\n".join(blocks) + "\n"
     out, err = tell("/adapter a none\n/adapters\nw7\n/exit\nw7\n")
@@ -101,33 +101,33 @@ def test_side_by_side(run: Any, tell: Any, model: LoadedModel, made: Path):
 def test_what_is_saved_can_be_trained_on_and_loaded(tell: Any, talk: Any, model: LoadedModel, tmp_path: Path):
     path, other = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     tell(f"/system w9 w8\nw7\n/save {path}\nw5\n/save '{path}'\n/adapter a b\nw6\n/save {other}\n")
-    (row,), both = ([json.loads(line) for line in file.read_text().splitlines()] for file in (path, other))
+    (row,), conversations = ([json.loads(line) for line in file.read_text().splitlines()] for file in (path, other))
     assert [m["role"] for m in row["messages"]] == ["system", "user", "assistant", "user", "assistant"]
-    assert [one["adapter"] for one in both] == ["a", "b"]
-    assert both[0]["messages"][:5] == both[1]["messages"][:5] == row["messages"]
+    assert [conversation["adapter"] for conversation in conversations] == ["a", "b"]
+    assert conversations[0]["messages"][:5] == conversations[1]["messages"][:5] == row["messages"]
     prepared = tokenize_source(other, model.tokenizer, max_length=64, vocab_size=model.config.vocab_size)
     assert [len(row.input_ids) for row in prepared.rows] == [len(row.labels) for row in prepared.rows]
     assert sum(int((row.labels != -100).sum()) for row in prepared.rows) >= 2 * 3 * TOKENS
     again, _ = tell(f"/load {other} 2\n/undo\nw6\n", "b")
-    assert again.strip() == both[1]["messages"][-1]["content"]
+    assert again.strip() == conversations[1]["messages"][-1]["content"]
     # Nothing that is there already is lost, not even to the conversation that follows its own.
-    kept, new = path.read_bytes(), tmp_path / "new"
+    content, new = path.read_bytes(), tmp_path / "new"
     for text in (f"w7\n/save {path}\n", f"w7\n/save {new}\n/reset\nw5\n/save {new}\n"):
         with pytest.raises(UserError, match="exists already"):
             tell(text)
-    assert path.read_bytes() == kept
+    assert path.read_bytes() == content
     assert sorted(file.name for file in tmp_path.iterdir()) == ["new", "one.jsonl", "two.jsonl"]
 
 
-def test_a_model_without_a_template(run: Any, model: LoadedModel, made: Path, tmp_path: Path):
+def test_a_model_without_a_template(run: Any, model: LoadedModel, workspace: Path, tmp_path: Path):
     _, out, err = run(f"w7 w11\nw5\n/save {tmp_path / 'rows'}\n", "--model", "plain", "--adapter", "a")
     assert err.count("The model has no chat template: it gets every message as plain text") == 1
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["w7 w11", "w5"]
     assert out == "".join(f"{row['completion']}\n" for row in rows)
-    plain = wgpu_lora.load(made / "plain", base_dtype="f32")
-    found = wgpu_lora.generate(plain, ["w7 w11", "w5"], adapter=made / "a", max_new_tokens=TOKENS)
-    assert found == [row["completion"] for row in rows]
+    plain = wgpu_lora.load(workspace / "plain", base_dtype="f32")
+    completions = wgpu_lora.generate(plain, ["w7 w11", "w5"], adapter=workspace / "a", max_new_tokens=TOKENS)
+    assert completions == [row["completion"] for row in rows]
     assert run("w1\n", "--model", "plain", "--system", "w1")[0] == 2
     with Chat(plain, {}, ["base"], GenerationOptions()) as chat:
         for line in ("/system w1", f"/load {tmp_path / 'rows'}"):
@@ -214,19 +214,19 @@ def test_mistakes_do_not_end_what_is_typed(talk: Any, monkeypatch: pytest.Monkey
 def test_ctrl_c_stops_an_answer_and_not_the_chat(talk: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     chat = talk("base", max_new_tokens=50)
     say(chat, "w7")
-    whole, asked = Chat.ask, []
+    whole, events = Chat.ask, []
 
     def pressed(self: Chat, text: str, stopped: Any) -> Any:
         for number, event in enumerate(whole(self, text, stopped)):
-            asked.append(event)
+            events.append(event)
             if number == 2:
                 os.kill(os.getpid(), signal.SIGINT)
             yield event
 
     monkeypatch.setattr(Chat, "ask", pressed)
     assert at_keyboard(chat, monkeypatch, "w5") == 0
-    assert len(asked) == 3
-    assert chat.lanes["base"].messages[-1]["content"] == "".join(piece for _, piece in asked)
+    assert len(events) == 3
+    assert chat.lanes["base"].messages[-1]["content"] == "".join(piece for _, piece in events)
     assert "[stopped]" in capsys.readouterr().err
 
 

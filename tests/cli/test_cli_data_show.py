@@ -93,25 +93,25 @@ def test_models_are_asked_as_they_were_trained(
     assert trained_prompt_format([adapter]) == expected
     assert trained_prompt_format([path.parent for path in adapter.rglob("metadata.json")]) == expected
     tokenizer = read_model(model).tokenizer
-    asked: list[list[int]] = []
+    prompts: list[list[int]] = []
 
-    def record(*given: Any, **more: Any) -> list[int]:
-        asked.append(chat_prompt(*given, **more))
-        return asked[-1]
+    def record(*arguments: Any, **more: Any) -> list[int]:
+        prompts.append(chat_prompt(*arguments, **more))
+        return prompts[-1]
 
     monkeypatch.setattr(answering, "chat_prompt", record)
     more = ("--model", model, "--adapter", adapter, "--max-new-tokens", 1)
     code, _, err = run("generate", "--prompt", "w1", *more)
     assert code == 0, err
     as_row = {"alpaca": Alpaca("w1", "", "", ""), "text": Completion("w1", "")}.get(str(expected), "w1")
-    assert asked.pop() == chat_prompt(tokenizer, as_row)
+    assert prompts.pop() == chat_prompt(tokenizer, as_row)
     assert (f"--prompt-format {expected}" in err) is (expected in ("alpaca", "text"))
     (tmp_path / "prompts.jsonl").write_text(json.dumps(rows[0]) + "\n")
     run("generate", "--prompts", tmp_path / "prompts.jsonl", *more).output()
     same = Alpaca("w1", "", "", "") if "instruction" in rows[0] else as_row if expected else "w1"
-    assert asked.pop() == chat_prompt(tokenizer, same)
+    assert prompts.pop() == chat_prompt(tokenizer, same)
     code, _, err = run("generate", "--prompt", "w1", "--prompt-format", "text", *more)
-    assert (code, asked.pop()) == (0, tokenizer.opened(tokenizer.encode("w1")))
+    assert (code, prompts.pop()) == (0, tokenizer.opened(tokenizer.encode("w1")))
 
 
 def test_what_a_row_of_training_is_asked_with_is_what_it_is_trained_with(tmp_path: Path) -> None:

@@ -75,9 +75,9 @@ def test_a_poisoned_adapter_is_exit_code_1(rows: Path, finetune: Finetune) -> No
     code, out, err = finetune("--adapters-config", "more.toml", steps=4)
     assert "wgpu-lora: adapter c: the update would have left weights not finite" in err
     assert (code, out.count("the step limit is reached")) == (1, 2)
-    taken = json.loads((rows / "out/both/pipeline.json").read_text())["step"]
+    step = json.loads((rows / "out/both/pipeline.json").read_text())["step"]
     assert finetune("--adapters-config", "more.toml", "--resume", steps=4).code == 1  # it is not tried again
-    assert json.loads((rows / "out/both/pipeline.json").read_text())["step"] == taken
+    assert json.loads((rows / "out/both/pipeline.json").read_text())["step"] == step
 
 
 def test_memory_that_is_held(rows: Path, finetune: Finetune) -> None:

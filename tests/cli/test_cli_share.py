@@ -116,9 +116,9 @@ def test_repair(run: Run, ledger: Ledger) -> None:
         assert "'wgpu-lora share repair'" in run(*command.split()).refusal()
     with pytest.raises(UserError), take(ledger, 1, 10, "next"):
         pass
-    said = run("repair").output()
-    assert "kept 1 entry;" in said
-    assert f"{ledger.path.name}.damaged-1" in said
+    output = run("repair").output()
+    assert "kept 1 entry;" in output
+    assert f"{ledger.path.name}.damaged-1" in output
     assert ledger.read() == [living]
     assert "no ledger is damaged" in run("repair").output()
 

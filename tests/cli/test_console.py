@@ -59,9 +59,9 @@ def test_without_a_terminal_there_are_lines(
             if count == 41:
                 clock.now += 3600
             bar.advance()
-    said = capsys.readouterr()
-    assert not said.out
-    assert said.err.splitlines() == [
+    output = capsys.readouterr()
+    assert not output.out
+    assert output.err.splitlines() == [
         "loading: 7 of 80 after 2 s, about 22 s left",
         "loading: 41 of 80 after 1:00:12 h, about 57:16 min left",
         "loading: 75 of 80 after 1:00:23 h, about 4:02 min left",
@@ -139,9 +139,9 @@ def test_steps_that_are_not_logged_are_shown_all_the_same(
         for step in range(1, 51):
             clock.now += 3
             watcher.step(StepResult(step, 50, 0.1, 1.0, 1e-3, 1.0, tokens=9, seconds=3.0, eval_loss=None))
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in said] == [f"{step}/50" for step in range(1, 51, 4)]
-    assert said[1].endswith("  2:15 min left")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == [f"{step}/50" for step in range(1, 51, 4)]
+    assert lines[1].endswith("  2:15 min left")
 
 
 def test_a_terminal_shows_training_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,27 +176,27 @@ def test_tuning_says_what_it_will_take_and_what_it_took(
     describe_tuning(job(tuning=tuning))
     describe_tuning(job(tuning=Tuning(0, 0, 15.0)))
     starting = StartupProgress(job())
-    for done in range(4):
+    for step in range(4):
         clock.now += 3
-        tuning.kernel, tuning.tilings_done, tuning.seconds = "matmul_nt", 4 * done, clock.now - 103
-        tuning.sizes_done, tuning.over = min(done, 2), done == 3
+        tuning.kernel, tuning.tilings_done, tuning.seconds = "matmul_nt", 4 * step, clock.now - 103
+        tuning.sizes_done, tuning.over = min(step, 2), step == 3
         starting.tuning(tuning)
-    said = capsys.readouterr()
-    assert said.out.splitlines() == [
+    output = capsys.readouterr()
+    assert output.out.splitlines() == [
         "tuning    3 kernel sizes will be timed on this device, once: at most 15 s, before the first step",
         "tuning    3 kernel sizes will be timed on this device, once: about 6 s, before the first step",
         "tuned     2 kernel sizes in 9 s; 1 keep their defaults, as a tiling takes up to 0 s here: 'wgpu-lora tune "
         "--seconds N' takes longer",
     ]
-    assert said.err.splitlines() == ["tuning: matmul_nt, tiling 5 of 12: 3 of 7 s after 3 s, about 4 s left"]
+    assert output.err.splitlines() == ["tuning: matmul_nt, tiling 5 of 12: 3 of 7 s after 3 s, about 4 s left"]
 
 
 def test_json_has_nothing_that_a_terminal_obeys(capsys: pytest.CaptureFixture[str]) -> None:
     value = {"run\x9b2J": ["\x1b[2J", "\x7f", "\u202e", "\U000e0001", "Stra\u00dfe"]}
     console.print_json(value)
-    said = capsys.readouterr().out
-    assert json.loads(said) == value
-    assert all(c.isascii() and (c.isprintable() or c == "\n") for c in said)
+    output = capsys.readouterr().out
+    assert json.loads(output) == value
+    assert all(c.isascii() and (c.isprintable() or c == "\n") for c in output)
 
 
 # -- the line of bars that shows how a loss develops -------------------------------------------------------------------
@@ -205,10 +205,10 @@ UTF8, ASCII = (io.TextIOWrapper(io.BytesIO(), encoding=name) for name in ("utf-8
 
 
 def trend(*values: float, stream: io.TextIOWrapper = UTF8) -> Trend:
-    found = Trend(stream)
+    result = Trend(stream)
     for value in values:
-        found.add(value)
-    return found
+        result.add(value)
+    return result
 
 
 def test_bars() -> None:
@@ -253,11 +253,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_in(place: Path, encoding: str, arguments: list[str], stdin: str = "") -> tuple[int, bytes, str]:
     runs = {"XDG_STATE_HOME": str(place), "XDG_DATA_HOME": str(place), "WGPU_LORA_NO_TUNE": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "wgpu_lora", *arguments],
         input=stdin.encode(), capture_output=True, cwd=place, env=os.environ | runs | ENCODINGS[encoding], timeout=300,
     )  # fmt: skip
-    return done.returncode, done.stdout, done.stderr.decode("latin-1")
+    return process.returncode, process.stdout, process.stderr.decode("latin-1")
 
 
 ASK = ["--model", "model", "--base-dtype", "f32", "--max-new-tokens", "4"]
@@ -286,8 +286,8 @@ def test_commands_end_well_in_every_encoding(place: Path, tmp_path: Path, encodi
     for file in ("model", "rows.jsonl", "prompts.jsonl", "goal.toml", "recipe.toml"):
         (tmp_path / file).symlink_to(place / file)
     arguments, stdin, code = COMMANDS[name]
-    found, out, err = run_in(tmp_path, encoding, arguments, stdin)
-    assert found == code, err
+    exit_code, out, err = run_in(tmp_path, encoding, arguments, stdin)
+    assert exit_code == code, err
     assert "Traceback" not in err
     if name == "a run":
         assert run_in(tmp_path, encoding, ["runs", "last"])[0] == 0
@@ -300,12 +300,12 @@ def test_commands_end_well_in_every_encoding(place: Path, tmp_path: Path, encodi
 
 
 def test_a_handler_that_somebody_chose_is_kept(tmp_path: Path) -> None:
-    said = (
+    code = (
         "from wgpu_lora.closed_streams import discard_when_closed; import sys; "
         "print('ł', file=discard_when_closed(sys.stdout), flush=True)"
     )
-    for chosen, shown in (("ascii:replace", b"?\n"), ("ascii:strict", b"\\u0142\n"), ("utf-8", "ł\n".encode())):
-        done = subprocess.run(
-            [sys.executable, "-c", said], capture_output=True, env=os.environ | {"PYTHONIOENCODING": chosen}
+    for encoding, shown in (("ascii:replace", b"?\n"), ("ascii:strict", b"\\u0142\n"), ("utf-8", "ł\n".encode())):
+        process = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, env=os.environ | {"PYTHONIOENCODING": encoding}
         )
-        assert done.stdout == shown, done.stderr
+        assert process.stdout == shown, process.stderr

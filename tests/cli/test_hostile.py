@@ -238,14 +238,14 @@ UNSET = ("head_dim", "num_key_value_heads", "sliding_window", "original_max_posi
 @pytest.mark.parametrize("name", sorted(MOST))
 def test_no_size_of_a_config_is_taken_on_trust(name: str) -> None:
     """Whatever is no whole number within what models have is refused by name, and at once."""
-    needed: dict[str, Any] = {"use_sliding_window": True, "layer_types": None} if "window" in name else {}
+    settings: dict[str, Any] = {"use_sliding_window": True, "layer_types": None} if "window" in name else {}
     of = "qwen3_5_text" if name.startswith("linear_") else "phi3" if name.startswith("original_") else "qwen2"
     begin = time.monotonic()
     for value in (*HUGE, MOST[name] + 1, 2**31 - 1 if MOST[name] < 2**31 - 1 else 2**31):
         if value is None and name in UNSET:
             continue  # as if it were not there
         with pytest.raises(UserError, match=name) as caught:
-            parse_config(stated(of, **{**needed, name: value}), "c.json")
+            parse_config(stated(of, **{**settings, name: value}), "c.json")
         assert len(str(caught.value)) < 300
     assert time.monotonic() - begin < 5
 
@@ -279,8 +279,10 @@ def test_a_config_of_many_layers_costs_nothing(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))\n"
         "try: f.read_model(sys.argv[1])\nexcept f.UserError as e: print(e)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "m")], capture_output=True, text=True, timeout=60)
-    assert "is missing from the shards" in done.stdout, done.stderr
+    process = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "m")], capture_output=True, text=True, timeout=60
+    )
+    assert "is missing from the shards" in process.stdout, process.stderr
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -291,14 +293,14 @@ NUMBERS = [f for f in TrainingArguments.__dataclass_fields__.values() if f.type 
 @pytest.mark.parametrize("name", [f.name for f in NUMBERS])
 def test_no_number_of_an_option_is_taken_on_trust(name: str) -> None:
     """From a recipe or from Python: each is taken, or refused by its name; nothing else comes out."""
-    taken, said = [], []
+    values, messages = [], []
     for value in (10**400, -(10**400), 2**70, 2**33, 1e300, 1e39, 1e-300, 1e-46, -1e300, math.nan, math.inf, -math.inf):
         try:
-            taken.append(getattr(from_values({name: value}, "the recipe"), name))
+            values.append(getattr(from_values({name: value}, "the recipe"), name))
         except UserError as error:
-            said.append(str(error).replace("-", "_"))
-    assert all(name in text and len(text) < 300 for text in said), said
-    assert all(np.isfinite(np.float32(value)) and abs(value) < 2**33 for value in taken), taken
+            messages.append(str(error).replace("-", "_"))
+    assert all(name in text and len(text) < 300 for text in messages), messages
+    assert all(np.isfinite(np.float32(value)) and abs(value) < 2**33 for value in values), values
 
 
 SIZES = ["9" * 400 + "GiB", "1e400", "0x10", "١٠GB", "1" + "0" * 15 + ".1TiB", "", "-1GB"]
@@ -462,10 +464,10 @@ def test_a_name_is_shown_and_does_nothing(run: Run, tmp_path: Path, name: str, m
 def test_a_name_that_is_not_utf8_is_refused_at_the_start(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl")
     command = [sys.executable, "-m", "wgpu_lora", "finetune", *flags(**SMALL, model=QWEN2, data=data)]
-    done = subprocess.run([*command, "--output", bytes(tmp_path / "o") + b"\xff"], capture_output=True, timeout=60)
-    assert done.returncode == 2
-    assert done.stderr.startswith(b"wgpu-lora: --output must be UTF-8 text")
-    assert done.stderr.count(b"\n") == 1
+    process = subprocess.run([*command, "--output", bytes(tmp_path / "o") + b"\xff"], capture_output=True, timeout=60)
+    assert process.returncode == 2
+    assert process.stderr.startswith(b"wgpu-lora: --output must be UTF-8 text")
+    assert process.stderr.count(b"\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 

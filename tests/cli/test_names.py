@@ -36,11 +36,11 @@ OPTIONS = set(TrainingArguments.__dataclass_fields__)
 def commands() -> dict[str, set[str]]:
     """Every command of the root -> its options."""
     group: Any = typer.main.get_command(app)
-    found = {}
+    options = {}
     for name, command in group.commands.items():
         flat = [p for c in getattr(command, "commands", {"": command}).values() for p in c.params]
-        found[name] = {opt[2:].replace("-", "_") for p in flat for opt in p.opts if opt.startswith("--")}
-    return found
+        options[name] = {opt[2:].replace("-", "_") for p in flat for opt in p.opts if opt.startswith("--")}
+    return options
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------
@@ -158,20 +158,20 @@ def test_what_is_said(run: Run, line: str, message: str) -> None:
 
 
 def test_other_names_and_true_or_false_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[TrainingArguments] = []
+    calls: list[TrainingArguments] = []
 
     class Reached(Exception):
         pass
 
     def stop(args: TrainingArguments, **_: Any) -> None:
-        seen.append(args)
+        calls.append(args)
         raise Reached
 
     monkeypatch.setattr("wgpu_lora.train.finetune.prepare_job", stop)
     line = "plan --data x --model_name_or_path m --epochs 2 --lr=1e-3 --batch_size 3 --packing False --use_rslora true"
     with pytest.raises(Reached):
         main([*line.split(), "--grad-checkpoint", "--output_dir", "--o_dd", "--no-shuffle", "false"])
-    (args,) = seen
+    (args,) = calls
     assert (args.model, args.num_train_epochs, args.learning_rate) == ("m", 2.0, 1e-3)
     assert (args.per_device_train_batch_size, args.packing, args.use_rslora) == (3, False, True)
     assert (args.gradient_checkpointing, args.output, args.shuffle) == (True, "--o_dd", True)
@@ -249,8 +249,8 @@ def test_bash_completes_without_the_gpu_library(tmp_path: Path) -> None:
         'echo "${COMPREPLY[*]}"'
     )
     here = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(Path(wgpu_lora.__file__).parent.parent)}
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=os.environ | here)
-    assert (done.stdout.split(), done.stderr.split()) == (["drop"], ["False"]), done.stderr
+    process = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=os.environ | here)
+    assert (process.stdout.split(), process.stderr.split()) == (["drop"], ["False"]), process.stderr
 
 
 # -- options in Python and in files ------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def test_ranges_say_what_they_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "names"),
+    ("options", "names"),
     [
         ({"warmup_ratio": 0.1, "lr_scheduler_type": "constant"}, ["warmup_ratio"]),
         ({"warmup_steps": 3, "lr_scheduler_type": "constant"}, ["warmup_steps"]),
@@ -332,7 +332,7 @@ def test_ranges_say_what_they_hold() -> None:
         ({"warmup_ratio": 0.1, "num_train_epochs": 2.0}, []),
     ],
 )
-def test_options_that_do_nothing_are_said(given: dict[str, Any], names: list[str]) -> None:
-    found = unused_options(given, TrainingArguments(**given))
-    assert [text.split()[0] for text in found] == names
-    assert all("does nothing: " in text for text in found)
+def test_options_that_do_nothing_are_said(options: dict[str, Any], names: list[str]) -> None:
+    notes = unused_options(options, TrainingArguments(**options))
+    assert [text.split()[0] for text in notes] == names
+    assert all("does nothing: " in text for text in notes)

@@ -64,24 +64,24 @@ COMMANDS = DIRECTORIES | FILES | REPLACED
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, an adapter of it, rows, a key and what it opens."""
-    found = tmp_path_factory.mktemp("inputs")
-    words_model(found / "model")
-    save_golden_adapter("qwen2", found / "golden")
-    write_rows(found / "rows.jsonl", [{"prompt": f"w{i} w{i + 1}", "completion": "w3 w4"} for i in range(4)])
-    write_private(found / "key", KEY.file_text())
-    (found / "folder").mkdir()
-    (found / "folder" / "a").write_text("a")
-    run(["finetune", "--model", str(found / "model"), "--data", str(found / "rows.jsonl"), "--max-length", "16",
-         "--max-steps", "1", "--output", str(found / "adapter"), "--no-run-log"])  # fmt: skip
-    run(["protect", "seal", str(found / "folder"), "--to", KEY.recipient])
-    return found
+    directory = tmp_path_factory.mktemp("inputs")
+    words_model(directory / "model")
+    save_golden_adapter("qwen2", directory / "golden")
+    write_rows(directory / "rows.jsonl", [{"prompt": f"w{i} w{i + 1}", "completion": "w3 w4"} for i in range(4)])
+    write_private(directory / "key", KEY.file_text())
+    (directory / "folder").mkdir()
+    (directory / "folder" / "a").write_text("a")
+    run(["finetune", "--model", str(directory / "model"), "--data", str(directory / "rows.jsonl"), "--max-length", "16",
+         "--max-steps", "1", "--output", str(directory / "adapter"), "--no-run-log"])  # fmt: skip
+    run(["protect", "seal", str(directory / "folder"), "--to", KEY.recipient])
+    return directory
 
 
 def run(arguments: Sequence[str]) -> None:
     assert main(arguments) == 0
 
 
-def given(name: str, place: Path, out: Path) -> list[str]:
+def arguments_of(name: str, place: Path, out: Path) -> list[str]:
     return [word.format(place=place, out=out) for word in COMMANDS[name]]
 
 
@@ -98,9 +98,9 @@ def names(directory: Path) -> list[str]:
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], *words: str) -> None:
     capsys.readouterr()
     assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1, said
-    assert [word for word in words if word not in said and not re.search(word, said)] == [], said
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1, message
+    assert [word for word in words if word not in message and not re.search(word, message)] == [], message
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="cannot tell which file is flushed")
@@ -112,7 +112,7 @@ def test_one_writer_at_a_time(
     monkeypatch.setattr("wgpu_lora.bench.device_ceilings.RUNS", 1)
     monkeypatch.setattr("wgpu_lora.bench.device_ceilings.COPY_BYTES", 1 << 22)
     out = tmp_path / "out"
-    final, arguments = target(name, out), given(name, place, out)
+    final, arguments = target(name, out), arguments_of(name, place, out)
     with locked(final, "--output"):
         refused(arguments, capsys, f"Another process is writing to {final}: wait for it, or choose another")
     assert names(final.parent) == []
@@ -126,9 +126,9 @@ def test_one_writer_at_a_time(
         words = " cannot be written (No space left on device): free space, or choose another"
         refused(arguments, capsys, str(out), "No space left on device" if name == "teacher-cache" else words)
         assert names(final.parent) == []
-    for left in (f".{final.name}.abcd1234.tmp", f".{final.name}.tmp"):
-        (final.parent / left).mkdir(parents=True)
-        (final.parent / left / "part").touch()
+    for leftover in (f".{final.name}.abcd1234.tmp", f".{final.name}.tmp"):
+        (final.parent / leftover).mkdir(parents=True)
+        (final.parent / leftover / "part").touch()
     assert main(arguments) in (0, 1)  # 1: a brick that is too slow here
     assert [path.name for path in final.parent.iterdir() if path.name.startswith(".")] == []
     assert final.exists()
@@ -144,15 +144,15 @@ def test_links(name: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFix
     link = out if name in WITHIN else target(name, out)
     for to, words in (("nowhere", "is a link that leads nowhere"), (link.name, "is a link that leads nowhere")):
         link.symlink_to(tmp_path / to)
-        refused(given(name, place, out), capsys, f"{link} {words}: ")
+        refused(arguments_of(name, place, out), capsys, f"{link} {words}: ")
         link.unlink()
     (tmp_path / "file").touch()
     below = tmp_path / "file" / "out"
-    refused(given(name, place, below), capsys, f"{tmp_path / 'file'} is not a directory: ")
+    refused(arguments_of(name, place, below), capsys, f"{tmp_path / 'file'} is not a directory: ")
     if name not in REPLACED:
         (tmp_path / "empty").mkdir()
         link.symlink_to(tmp_path / "empty")
-        refused(given(name, place, out), capsys, f"{link} is a link: give ")
+        refused(arguments_of(name, place, out), capsys, f"{link} is a link: give ")
         assert names(tmp_path) == sorted(["empty", "file", link.name])
 
 
@@ -176,15 +176,15 @@ def test_links_that_are_given(
 ) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path / to)
-    given = [word.format(link=link, rows=place / "rows.jsonl") for word in arguments]
-    refused(given, capsys, f"{link} is a link that leads nowhere: ")
+    filled = [word.format(link=link, rows=place / "rows.jsonl") for word in arguments]
+    refused(filled, capsys, f"{link} is a link that leads nowhere: ")
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="has no file system that holds no files")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_places_that_hold_no_files(name: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "/proc/self is not writable" if name == "teacher-cache" else "out.* cannot be written \\(No such file"
-    refused(given(name, place, Path("/proc/self/out")), capsys, words)
+    refused(arguments_of(name, place, Path("/proc/self/out")), capsys, words)
 
 
 KILLED = """
@@ -198,7 +198,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.skipif(os.name == "nt", reason="has no SIGKILL")
 @pytest.mark.parametrize("name", sample(["merge", "export gguf", "data prepare", "protect seal", "report"], 1 / 3))
 def test_what_a_killed_process_left_is_swept(name: str, place: Path, tmp_path: Path) -> None:
-    arguments = given(name, place, tmp_path / "out")
+    arguments = arguments_of(name, place, tmp_path / "out")
     assert subprocess.run([sys.executable, "-c", KILLED, *arguments]).returncode == -signal.SIGKILL
     final = target(name, tmp_path / "out")
     assert not final.exists()
@@ -209,16 +209,16 @@ def test_what_a_killed_process_left_is_swept(name: str, place: Path, tmp_path: P
 
 @pytest.mark.parametrize("name", sample(["merge", "export gguf", "data prepare", "protect seal"], 1 / 3))
 def test_of_two_processes_one_writes(name: str, place: Path, tmp_path: Path) -> None:
-    run(given(name, place, tmp_path / "alone"))
-    arguments = [sys.executable, "-m", "wgpu_lora", *given(name, place, tmp_path / "out")]
-    both = [subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate()[1] for process in both]
-    assert sorted(process.returncode for process in both) == [0, 2], said
-    (loser,) = (text for process, text in zip(both, said, strict=True) if process.returncode)
+    run(arguments_of(name, place, tmp_path / "alone"))
+    arguments = [sys.executable, "-m", "wgpu_lora", *arguments_of(name, place, tmp_path / "out")]
+    processes = [subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    errors = [process.communicate()[1] for process in processes]
+    assert sorted(process.returncode for process in processes) == [0, 2], errors
+    (loser,) = (text for process, text in zip(processes, errors, strict=True) if process.returncode)
     assert "Another process is writing to" in loser or " already: give " in loser
     digests = []
-    for which in ("alone", "out"):
-        final = target(name, tmp_path / which)
+    for run_name in ("alone", "out"):
+        final = target(name, tmp_path / run_name)
         files = [final] if final.is_file() else sorted(final.rglob("*"))
         digests.append([file_digest(path) for path in files if path.is_file() and path.name != "README.md"])
     assert digests[0] == digests[1] or name == "protect seal"  # which is random
@@ -228,14 +228,14 @@ def test_of_two_processes_one_writes(name: str, place: Path, tmp_path: Path) -> 
 def test_who_gets_a_lock_has_the_file_of_that_name(tmp_path: Path) -> None:
     with locked(tmp_path / "a", "--output"):
         file = tmp_path / ".a.lock"
-        held = os.open(file, os.O_RDWR)
+        descriptor = os.open(file, os.O_RDWR)
     assert not file.exists()  # removed while it was held
     with locked(tmp_path / "a", "--output"):
-        assert not os.path.sameopenfile(held, os.open(file, os.O_RDWR))
+        assert not os.path.sameopenfile(descriptor, os.open(file, os.O_RDWR))
         with pytest.raises(UserError, match="Another process"), locked(tmp_path / "a", "--output"):
             pass
         assert file.exists()
-    os.close(held)
+    os.close(descriptor)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
@@ -248,7 +248,9 @@ def test_a_file_system_without_locks(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    refused(given("data prepare", place, tmp_path / "out"), capsys, f"out cannot be written ({os.strerror(number)})")
+    refused(
+        arguments_of("data prepare", place, tmp_path / "out"), capsys, f"out cannot be written ({os.strerror(number)})"
+    )
     assert names(tmp_path) in ([], [".out.lock"])
 
 
@@ -316,8 +318,8 @@ def test_notes_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 )
 def test_mistakes(tmp_path: Path, run: Run, arguments: list[str], message: str) -> None:
     adapter = make_adapter(tmp_path / "adapter", small(tmp_path / "model", "qwen2"))
-    given = [str(adapter) if argument == "ADAPTER" else argument for argument in arguments]
-    assert message in run("export", "gguf", *given, "--output", tmp_path / "out.gguf").refusal()
+    filled = [str(adapter) if argument == "ADAPTER" else argument for argument in arguments]
+    assert message in run("export", "gguf", *filled, "--output", tmp_path / "out.gguf").refusal()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "model"]
 
 
@@ -325,8 +327,8 @@ def test_help_names_every_type(capsys: pytest.CaptureFixture[str]) -> None:
     from wgpu_lora.export.gguf_export import FILE_TYPES
 
     assert export("--help") == 0
-    said = capsys.readouterr().out
-    assert all(kind in said for kind in FILE_TYPES)
+    output = capsys.readouterr().out
+    assert all(kind in output for kind in FILE_TYPES)
 
 
 @pytest.mark.parametrize("command", ["export gguf", "merge --adapter nowhere", "import"])

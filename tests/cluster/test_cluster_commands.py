@@ -24,7 +24,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("run --adapters rows.jsonl:out/a", "No cluster is named: give --address or -f cluster.toml, or --local"),
         ("run --local", "There is nothing to train"),
@@ -49,10 +49,10 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("down", "Give either -f cluster.toml or --local"),
     ],
 )
-def test_refusals(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cluster", *words.split()]) == 2
     out, err = capsys.readouterr()
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) == 1
     assert "Traceback" not in out + err
     assert local_ray.running_ray() is None
@@ -74,9 +74,9 @@ def test_nothing_to_end(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_names_what_a_run_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cluster", "run", "--help"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for option in ("--local", "--adapters", "--eval-device", "--data-parallel", "--detach", "--help-all"):
-        assert option in said
+        assert option in output
     assert main(["cluster", "run", "--help-all"]) == 0
     assert "--jobs-per-device" in capsys.readouterr().out
 
@@ -84,25 +84,25 @@ def test_help_names_what_a_run_needs(capsys: pytest.CaptureFixture[str]) -> None
 def test_status_shows_devices_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
     facts = device_facts("10.0.0.4", free=3 << 29, leases=["5 bytes by pid 7 (finetune /x)"], speed=1234.5)
     node = node_facts("beta", facts)
-    seen = snapshot(task_view("a", tokens_per_second=10.0), task_view("b", "finished", fetched=True), nodes=(node,))
-    seen.devices[0] = type(seen.devices[0])(facts, "quarantined", failures=2)
-    show_status(seen)
-    said = capsys.readouterr().out
-    assert "beta:0" in said
-    assert "1.5 GiB" in said
-    assert "1,234" in said
-    assert "5 bytes by pid 7" in said
-    assert "1 running, 1 finished" in said
-    assert "cluster release beta:0' uses it again" in said
-    found = json.loads(json.dumps(as_json(seen)))
-    assert found["devices"][0]["place"] == "beta:0"
-    assert found["devices"][0]["id"] == facts.id
+    state = snapshot(task_view("a", tokens_per_second=10.0), task_view("b", "finished", fetched=True), nodes=(node,))
+    state.devices[0] = type(state.devices[0])(facts, "quarantined", failures=2)
+    show_status(state)
+    output = capsys.readouterr().out
+    assert "beta:0" in output
+    assert "1.5 GiB" in output
+    assert "1,234" in output
+    assert "5 bytes by pid 7" in output
+    assert "1 running, 1 finished" in output
+    assert "cluster release beta:0' uses it again" in output
+    report = json.loads(json.dumps(as_json(state)))
+    assert report["devices"][0]["place"] == "beta:0"
+    assert report["devices"][0]["id"] == facts.id
 
 
 def test_options_without_effect_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--data none.jsonl --output o --lr-scheduler-type constant --warmup-ratio 0.1"
     for command in ("run --local", "sweep --local --param lora_r=1,2"):
         assert main(["cluster", *command.split(), *words.split()]) == 2
-        said = capsys.readouterr().err
-        assert "note: --warmup-ratio does nothing" in said
-        assert "none.jsonl" in said
+        output = capsys.readouterr().err
+        assert "note: --warmup-ratio does nothing" in output
+        assert "none.jsonl" in output

@@ -77,7 +77,7 @@ def test_a_cluster_file_without_a_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("message", "why"),
     [
         ("[2026-11-23 07:17:37,223 W 1 1] gcs_client.cc:210: RpcError: InvalidAuthToken: missing", "refuses the token"),
         ("RuntimeError: Version mismatch: The cluster was started with: Ray: 2.50.0", r"another version .*Ray: 2\.50"),
@@ -88,11 +88,11 @@ def test_a_cluster_file_without_a_place(tmp_path: Path) -> None:
     ],
     ids=["token", "version", "none", "client", "no-node", "other"],
 )
-def test_what_ray_says_is_a_sentence(said: str, why: str) -> None:
-    found = explain(said, "h:1")
-    assert re.search(why, found)
-    assert found.endswith(".")
-    assert "\n" not in found
+def test_what_ray_says_is_a_sentence(message: str, why: str) -> None:
+    text = explain(message, "h:1")
+    assert re.search(why, text)
+    assert text.endswith(".")
+    assert "\n" not in text
 
 
 # -- calls of actors ---------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class RemoteError(ray.exceptions.RayTaskError):
 
 
 @pytest.mark.parametrize(
-    ("raised", "error", "said"),
+    ("raised", "error", "message"),
     [
         (RemoteError(UserError("No run 'x' is known: look.")), UserError, "No run 'x' is known"),
         (RemoteError(ConnectionError("the host is away")), ConnectionError, "the host is away"),
@@ -116,7 +116,7 @@ class RemoteError(ray.exceptions.RayTaskError):
         (RuntimeError("one\n[2026-11-23 07:17:37,223 W 1 1] x.cc:1: closed."), ClusterGone, r"\(closed\)"),
     ],
 )
-def test_what_a_call_raises(monkeypatch: pytest.MonkeyPatch, raised: Exception, error: type, said: str) -> None:
+def test_what_a_call_raises(monkeypatch: pytest.MonkeyPatch, raised: Exception, error: type, message: str) -> None:
     def get(reference: object, timeout: float) -> None:
         assert timeout == 3
         raise raised
@@ -126,9 +126,9 @@ def test_what_a_call_raises(monkeypatch: pytest.MonkeyPatch, raised: Exception, 
     monkeypatch.setattr(host_actor, "host_actor", lambda node: Mock())
     cluster = Cluster.__new__(Cluster)
     for call in (partial(cluster.controller, "results", "x"), partial(cluster.host, "node", "pid")):
-        with pytest.raises(error, match=said) as found:
+        with pytest.raises(error, match=message) as caught:
             call(seconds=3)
-        assert type(found.value) is error
+        assert type(caught.value) is error
 
 
 def test_a_store_of_a_host_or_of_the_storage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,22 +67,22 @@ def read(folder: Path, text: str) -> ClusterFile:
 
 def test_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    found = read(tmp_path, WHOLE)
-    first, second = found.host
-    assert found.head is first
+    cluster = read(tmp_path, WHOLE)
+    first, second = cluster.host
+    assert cluster.head is first
     assert (first.user, first.python, first.address) == ("ann", "~/venv/bin/python", "10.0.0.2")
     assert first.ssh_key == "~/.ssh/lab"
     assert first.labels == {"room": "a", "lab/rack": "7"}
     assert (second.user, second.python, second.ssh_key) == ("bob", "/opt/wgpu/bin/python", None)
-    assert (found.name, found.port, found.data_root) == ("lab", 7000, "/mnt/lab")
-    assert found.node_paths(first) == {}
-    assert found.node_paths(second) == {"/mnt/lab": "/data"}
-    assert (found.run.mirror_steps, found.run.join, found.run.shared) == (20, "never", "/mnt/lab/results")
-    assert len(found.adapter) == len(found.recipe) == 1
+    assert (cluster.name, cluster.port, cluster.data_root) == ("lab", 7000, "/mnt/lab")
+    assert cluster.node_paths(first) == {}
+    assert cluster.node_paths(second) == {"/mnt/lab": "/data"}
+    assert (cluster.run.mirror_steps, cluster.run.join, cluster.run.shared) == (20, "never", "/mnt/lab/results")
+    assert len(cluster.adapter) == len(cluster.recipe) == 1
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "'name' is missing: add it"),
         ("name = 3", "'name' must be text, not 3"),
@@ -128,10 +128,10 @@ def test_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("name = ", "is not valid TOML"),
     ],
 )
-def test_wrong_files_are_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_wrong_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError) as error:
         read(tmp_path, text)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_very_large_files_are_refused(tmp_path: Path) -> None:
@@ -155,10 +155,10 @@ def test_mutated_files_are_read_or_refused(tmp_path_factory: pytest.TempPathFact
     path = tmp_path_factory.mktemp("file") / "cluster.toml"
     path.write_text(text)
     try:
-        found = read_cluster_file(path)
+        cluster = read_cluster_file(path)
     except UserError:
         return  # any other error fails the test
-    assert is_safe(found.name)
+    assert is_safe(cluster.name)
 
 
 def test_addresses() -> None:
@@ -178,7 +178,7 @@ def test_safe_names_are_safe(text: str) -> None:
 
 @given(st.lists(st.sampled_from(["a", "A", "a-2", "b", "a-3"]), max_size=8))
 def test_names_are_told_apart(names: list[str]) -> None:
-    found = distinct_names(names, ["a-4"])
-    assert len({name.casefold() for name in [*found, "a-4"]}) == len(names) + 1
+    distinct = distinct_names(names, ["a-4"])
+    assert len({name.casefold() for name in [*distinct, "a-4"]}) == len(names) + 1
     if names:
-        assert found[0] == names[0]
+        assert distinct[0] == names[0]

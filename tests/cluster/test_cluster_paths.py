@@ -18,8 +18,8 @@ from wgpu_lora.errors import UserError
 def test_folders_that_a_node_has_elsewhere() -> None:
     paths = node_paths({NODE_PATHS: json.dumps({"/mnt": "/m", "/mnt/lab": "/data"})})
     options = {"data": "/mnt/lab/a.jsonl", "model": "Qwen/Qwen3-0.6B", "eval_data": "/mnt/labs/v", "lora_r": 3}
-    found = on_node({**options, "init_adapter": None}, paths, Path("/sent"))
-    assert found == {**options, "data": "/data/a.jsonl", "eval_data": "/m/labs/v", "init_adapter": None}
+    actual = on_node({**options, "init_adapter": None}, paths, Path("/sent"))
+    assert actual == {**options, "data": "/data/a.jsonl", "eval_data": "/m/labs/v", "init_adapter": None}
     assert node_paths({}) == {}
     for wrong in ("[]", "{", '{"a": 3}', "[" * 100_000):
         with pytest.raises(UserError, match="must be a JSON object"):
@@ -33,9 +33,9 @@ def test_data_are_sent_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (folder / "train.jsonl").write_text("a\n")
     (folder / "valid.jsonl").write_text("b\n")
     (tmp_path / "one.jsonl").write_text("a\n")
-    whole, one = parcel(str(folder)), parcel(str(tmp_path / "one.jsonl"))
+    whole, single = parcel(str(folder)), parcel(str(tmp_path / "one.jsonl"))
     assert [file.path for file in whole.files] == ["rows/train.jsonl", "rows/valid.jsonl"]
-    assert whole.files[0].digest == one.files[0].digest
+    assert whole.files[0].digest == single.files[0].digest
     assert from_plain(Parcel, json.loads(json.dumps(asdict(whole)))) == whole
     assert parcel(str(folder)) == whole
     tasks = [Task("a", {"data": str(folder), "model": str(folder), "lora_r": 1}, "/o/a")]
@@ -48,8 +48,8 @@ def test_data_are_sent_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert str(place_parcel([host], whole)) == there
     assert [(Path(there) / file).read_text() for file in ("train.jsonl", "valid.jsonl")] == ["a\n", "b\n"]
     with pytest.raises(DamagedCheckpoint, match=r"one\.jsonl cannot be read"):
-        place_parcel([], one)
-    assert not (sent_directory() / one.digest).exists()
+        place_parcel([], single)
+    assert not (sent_directory() / single.digest).exists()
     (folder / "train.jsonl").write_text("c\n")
     assert parcel(str(folder)).digest != whole.digest
 

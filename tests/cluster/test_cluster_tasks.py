@@ -26,16 +26,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         yield tmp_path
 
 
-def gathered(text: str | None = None, given: dict[str, Any] | None = None, **more: Any) -> list[Task]:
+def gathered(text: str | None = None, options: dict[str, Any] | None = None, **more: Any) -> list[Task]:
     file = None
     if text is not None:
         Path("cluster.toml").write_text('name = "lab"\n' + text)
         file = read_cluster_file(Path("cluster.toml"))
-    return gather_tasks(given or {}, file=file, **more)
+    return gather_tasks(options or {}, file=file, **more)
 
 
 def test_adapters_of_the_command_line(here: Path) -> None:
-    first, second = gathered(given={"lora_r": 4, "model": "demo"}, adapters=["a.jsonl:out/a", "b.jsonl:out/b"])
+    first, second = gathered(options={"lora_r": 4, "model": "demo"}, adapters=["a.jsonl:out/a", "b.jsonl:out/b"])
     assert (first.name, second.name) == ("a", "b")
     assert first.output == str(here / "out/a")
     assert first.options == {"lora_r": 4, "model": "demo", "data": str(here / "a.jsonl")}
@@ -59,8 +59,8 @@ lora_r = 4
 """
     (task,) = gathered(text, {"lora_alpha": 3, "lora_r": 3})
     assert task.name == "r"
-    said = {name: task.options[name] for name in ("lora_r", "lora_alpha", "max_steps", "learning_rate", "seed")}
-    assert said == {"lora_r": 4, "lora_alpha": 3, "max_steps": 2, "learning_rate": 1, "seed": 2}
+    actual = {name: task.options[name] for name in ("lora_r", "lora_alpha", "max_steps", "learning_rate", "seed")}
+    assert actual == {"lora_r": 4, "lora_alpha": 3, "max_steps": 2, "learning_rate": 1, "seed": 2}
 
 
 def test_adapters_of_a_file_have_any_option_and_the_command_line_replaces_them(here: Path) -> None:
@@ -82,8 +82,8 @@ def test_a_file_of_adapters(here: Path) -> None:
 
 
 def test_names_differ() -> None:
-    found = gathered(adapters=["a:x/best", "a:y/best", "a:z/Best", "a:w/ä ö!"])
-    assert [task.name for task in found] == ["best", "best-2", "Best-3", "adapter"]
+    tasks = gathered(adapters=["a:x/best", "a:y/best", "a:z/Best", "a:w/ä ö!"])
+    assert [task.name for task in tasks] == ["best", "best-2", "Best-3", "adapter"]
     text = "".join(
         f'[[adapter]]\ndata = "a"\ncheckpoint = "{p}"\n{name}' for p, name in (("x/n", ""), ("y/m", 'name = "n"\n'))
     )
@@ -95,8 +95,8 @@ def test_paths_are_those_of_this_directory_or_of_the_root(here: Path) -> None:
         Path(folder).mkdir()
     Path("rows/a.jsonl").touch()
     pairs = ["rows/a.jsonl:1", "/abs/b.jsonl:2", "Anthropic/hh-rlhf:3", "~/c.jsonl:4", "OWNER/typo:5"]
-    found = [task.options["data"] for task in gathered(given={"model": "Qwen/Qwen3-0.6B"}, adapters=pairs)]
-    assert found == [
+    paths = [task.options["data"] for task in gathered(options={"model": "Qwen/Qwen3-0.6B"}, adapters=pairs)]
+    assert paths == [
         str(here / "rows/a.jsonl"),
         "/abs/b.jsonl",
         "Anthropic/hh-rlhf",
@@ -129,7 +129,7 @@ def test_a_shared_folder_of_others_is_looked_into_by_them(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "said"),
+    ("first", "second", "message"),
     [
         ("o/a", "o/a", "is the directory of adapter 'a' and adapter 'a-2'"),
         ("o/a", "o/../o/a", "is the directory of adapter"),
@@ -139,10 +139,10 @@ def test_a_shared_folder_of_others_is_looked_into_by_them(here: Path) -> None:
         ("link", "o/b", "is inside another adapter's directory, .*/link:"),
     ],
 )
-def test_two_tasks_with_one_output(here: Path, first: str, second: str, said: str) -> None:
+def test_two_tasks_with_one_output(here: Path, first: str, second: str, message: str) -> None:
     Path("o").mkdir()
     Path("link").symlink_to("o")
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         gathered(adapters=[f"x:{first}", f"x:{second}"])
 
 
@@ -154,7 +154,7 @@ def test_outputs_in_use_or_unusable(here: Path) -> None:
     Path("link").symlink_to("notes")
     Path("file").touch()
     Path("circle").symlink_to("circle")
-    for output, said in (
+    for output, message in (
         ("used", r"used: .*/used exists already: give --output another name, or remove it"),
         ("notes", "notes exists already"),
         ("link", "link is a link: give --output the path that it leads to"),
@@ -165,7 +165,7 @@ def test_outputs_in_use_or_unusable(here: Path) -> None:
         ("file/a", "file is not a directory"),
         ("circle", "circle is a link that leads nowhere"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             gathered(adapters=[f"x:{output}"])
     Path("empty").mkdir()
     before = sorted(here.rglob("*"))
@@ -179,8 +179,8 @@ def test_the_longest_name_that_is_accepted_can_be_fetched(here: Path) -> None:
             (task,) = gathered(adapters=[f"x:{'n' * length}"])
         except UserError:
             break
-        found = FakeCluster(files={"a": {"x": b"1"}})
-        assert not fetch_results(found, "r", {"a": task.output}, lambda task: None)["a"]
+        cluster = FakeCluster(files={"a": {"x": b"1"}})
+        assert not fetch_results(cluster, "r", {"a": task.output}, lambda task: None)["a"]
     assert length == 242  # the file system's 255, without what hidden names have more
 
 
@@ -188,7 +188,7 @@ ADAPTER = '[[adapter]]\ndata = "a"\ncheckpoint = "o/a"\n'
 
 
 @pytest.mark.parametrize(
-    ("text", "given", "more", "said"),
+    ("text", "options", "more", "message"),
     [
         (None, {}, {}, "There is nothing to train: give --adapters DATA:CHECKPOINT"),
         ("", {}, {}, "There is nothing to train"),
@@ -219,9 +219,9 @@ ADAPTER = '[[adapter]]\ndata = "a"\ncheckpoint = "o/a"\n'
         ("[[recipe]]\nrecipe = 'demo'\nname = 3", {}, {}, "'name' must be text"),
     ],
 )  # fmt: skip
-def test_what_is_refused(text: str | None, given: dict[str, Any], more: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        gathered(text, given, **more)
+def test_what_is_refused(text: str | None, options: dict[str, Any], more: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        gathered(text, options, **more)
 
 
 def test_two_given_names_alike() -> None:

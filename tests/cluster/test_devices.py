@@ -106,8 +106,8 @@ def test_a_device_that_two_backends_list_is_one(tmp_path: Path, nvml: Any, monke
     monkeypatch.setattr(device_resources, "PCI", cards(tmp_path, (0x10DE, 0x2330)))
     infos = listed(NVIDIA, replace(NVIDIA, backend="D3D12", driver="other"), CPU)
     monkeypatch.setattr(device_resources, "devices_here", lambda: infos)
-    found = node_devices("10.0.0.1")
-    assert [(one.index, one.backend) for one in found] == [(0, "Vulkan"), (2, "Vulkan")]
+    devices = node_devices("10.0.0.1")
+    assert [(device.index, device.backend) for device in devices] == [(0, "Vulkan"), (2, "Vulkan")]
     assert len(set(named(infos, tmp_path))) == 2
 
 
@@ -159,28 +159,30 @@ def test_a_damaged_ledger_leaves_nothing_free(cpu: DeviceInfo) -> None:
     ledger = Ledger(device_key(cpu, [cpu]))
     ledger.directory.mkdir(parents=True)
     ledger.path.write_text("zork")
-    (found,) = node_devices("10.0.0.1")
-    assert (found.free, found.held) == (0, 0)
-    assert "wgpu-lora share repair" in found.leases[0]
+    (device,) = node_devices("10.0.0.1")
+    assert (device.free, device.held) == (0, 0)
+    assert "wgpu-lora share repair" in device.leases[0]
 
 
 def test_resources_are_one_of_each_and_their_number(cpu: DeviceInfo, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cluster", "resources"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said == advertised(node_devices("anywhere")) == {"webgpu:software-llvmpipe-0": 1.0, "webgpu": 1.0}
+    resources = json.loads(capsys.readouterr().out)
+    assert resources == advertised(node_devices("anywhere")) == {"webgpu:software-llvmpipe-0": 1.0, "webgpu": 1.0}
     assert advertised([]) == {}
 
 
 def test_the_devices_here_are_found() -> None:
-    found = node_devices("10.0.0.1")
-    assert found
-    assert len({one.key for one in found}) == len(found)
-    assert all(one.key.startswith("webgpu:") and one.plan_class for one in found)
+    devices = node_devices("10.0.0.1")
+    assert devices
+    assert len({device.key for device in devices}) == len(devices)
+    assert all(device.key.startswith("webgpu:") and device.plan_class for device in devices)
 
 
 def test_devices_are_listed_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_resources, "list_devices", lambda: [threading.get_ident()])
     with ThreadPoolExecutor(4) as pool:
-        found = {number for made in pool.map(lambda _: device_resources.devices_here(), range(16)) for number in made}
-    assert len(found) == 1
-    assert threading.get_ident() not in found
+        threads = {
+            number for numbers in pool.map(lambda _: device_resources.devices_here(), range(16)) for number in numbers
+        }
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads

@@ -16,7 +16,7 @@ from wgpu_lora.cluster.data_upload import parcel, place_parcel
 from wgpu_lora.cluster.host_actor import KEEP_SECONDS, remove_old_files
 
 
-def _made(path: Path, changed: float) -> Path:
+def _create(path: Path, changed: float) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("x")
     os.utime(path, (changed, changed))
@@ -28,30 +28,30 @@ def test_only_what_nobody_has_used_for_long_is_removed(tmp_path: Path, monkeypat
     monkeypatch.setenv(ROOT, str(tmp_path / "host"))
     now = time.time()
     long_ago, store = now - KEEP_SECONDS - 60, FolderStore(checkpoints_directory())
-    rows = _made(tmp_path / "rows.jsonl", now)
+    rows = _create(tmp_path / "rows.jsonl", now)
     sent = parcel(rows)
     store_files([store], sent.unit, tmp_path, sent.files)
     old = [
-        _made(unit_directory("old/a") / "generation-1/run.json", long_ago),
-        _made(Path(store.path("old/a", "0" * 64)), long_ago),
-        _made(sent_directory() / "unused" / "rows.jsonl", long_ago),
+        _create(unit_directory("old/a") / "generation-1/run.json", long_ago),
+        _create(Path(store.path("old/a", "0" * 64)), long_ago),
+        _create(sent_directory() / "unused" / "rows.jsonl", long_ago),
     ]
     for path in old[:2]:
         os.utime(path.parents[1], (long_ago, long_ago))
     os.utime(unit_directory("old/a").parent, (long_ago, long_ago))
-    kept = [
-        _made(unit_directory("kept/a") / "generation-1/run.json", now),
-        _made(cluster_root() / "controller/state.json", long_ago),
+    paths = [
+        _create(unit_directory("kept/a") / "generation-1/run.json", now),
+        _create(cluster_root() / "controller/state.json", long_ago),
         place_parcel([store], sent),
     ]
-    os.utime(kept[-1].parent, (long_ago, long_ago))
-    assert place_parcel([], sent) == kept[-1]  # which is a use of it
+    os.utime(paths[-1].parent, (long_ago, long_ago))
+    assert place_parcel([], sent) == paths[-1]  # which is a use of it
     removed = remove_old_files(now)
     assert not any(path.exists() for path in old)
-    assert all(path.exists() for path in kept)
+    assert all(path.exists() for path in paths)
     assert len(removed) == len(old)
     remove_old_files(now + 2 * KEEP_SECONDS)
-    assert [path.exists() for path in kept] == [False, True, False]
+    assert [path.exists() for path in paths] == [False, True, False]
 
 
 SAY = """

@@ -32,7 +32,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSsh:
 
 
 @pytest.mark.parametrize(
-    ("said", "meaning"),
+    ("message", "meaning"),
     [
         ("Host key verification failed.", "run 'ssh -i '/a key' me@one' once"),
         ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "ssh-keygen -R me@one"),
@@ -42,8 +42,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSsh:
         ("", "(without a word)"),
     ],
 )
-def test_what_ssh_says_becomes_a_sentence(said: str, meaning: str) -> None:
-    sentence = refusal(HostSpec("one", user="me", ssh_key="/a key"), said)
+def test_what_ssh_says_becomes_a_sentence(message: str, meaning: str) -> None:
+    sentence = refusal(HostSpec("one", user="me", ssh_key="/a key"), message)
     assert sentence.startswith("one ")
     assert meaning in sentence
     assert "\n" not in sentence
@@ -102,15 +102,15 @@ def test_each_host_that_cannot_be_used_has_a_line(fake: FakeSsh, tmp_path: Path)
         "j": ({'err': "Traceback:\nOSError: disk full\n", 'code': 1}, "fails there (OSError: disk full)"),
         "k": ({'out': "hello\n" + json.dumps(good("10.9.0.11")) + "\nbye"}, None),
     }  # fmt: skip
-    for name, (given, _) in wrong.items():
-        fake.answers(name, **given)  # type: ignore[arg-type]
+    for name, (replies, _) in wrong.items():
+        fake.answers(name, **replies)  # type: ignore[arg-type]
     hosts = [f'host = "{name}"\naddress = "10.9.0.{number}"' for number, name in enumerate(wrong, 1)]
     with pytest.raises(UserError) as refused:
         up(cluster_file(tmp_path, *hosts), Lines())
     lines = refused.value.lines
     assert lines[0] == "10 hosts cannot be used:"
-    said = [(name, text) for name, (_, text) in wrong.items() if text]
-    for line, (name, text) in zip(lines[1:], said, strict=True):
+    messages = [(name, text) for name, (_, text) in wrong.items() if text]
+    for line, (name, text) in zip(lines[1:], messages, strict=True):
         assert line.startswith(name)
         assert text in line
     assert not fake.commands
@@ -139,26 +139,26 @@ def all_good(fake: FakeSsh, **running: str | None) -> None:
 
 def test_up_starts_the_head_first_and_says_what_the_internet_may_reach(fake: FakeSsh, tmp_path: Path) -> None:
     all_good(fake)
-    said = Lines()
+    lines = Lines()
     key = tmp_path / "it's 100% a key; $(x)"
     key.write_text("secret")
     data = '[data]\nroot = "/mnt/lab"\n'
     tables = f'{ONE}\nlabels = {{ rack = "a.b" }}', f'{TWO}\npython = "~/v/bin/python"\ndata = "/d"'
-    up(cluster_file(tmp_path, *tables, top=f'ssh_key = "{key}"\nport = 7000\n{data}'), said)
+    up(cluster_file(tmp_path, *tables, top=f'ssh_key = "{key}"\nport = 7000\n{data}'), lines)
     assert fake.commands == ["start one", "start two"]
     assert "~/v/bin/python -P -m wgpu_lora.cluster.node_commands start" in fake.arguments
-    one, two = fake.sent("one", "start"), fake.sent("two", "start")
-    assert one["token"] == two["token"]
-    assert len(one["token"]) == 64
-    assert one["id"] == two["id"]
-    assert (one["head"], two["head"]) == (None, ["10.9.0.1", 7000])
-    assert (one["paths"], two["paths"]) == ({}, {"/mnt/lab": "/d"})
-    assert {"--head", "--port=7000", "--node-ip-address=10.9.0.1", "--labels=rack=a.b"} <= set(one["options"])
+    first, two = fake.sent("one", "start"), fake.sent("two", "start")
+    assert first["token"] == two["token"]
+    assert len(first["token"]) == 64
+    assert first["id"] == two["id"]
+    assert (first["head"], two["head"]) == (None, ["10.9.0.1", 7000])
+    assert (first["paths"], two["paths"]) == ({}, {"/mnt/lab": "/d"})
+    assert {"--head", "--port=7000", "--node-ip-address=10.9.0.1", "--labels=rack=a.b"} <= set(first["options"])
     assert "--address=10.9.0.1:7000" in two["options"]
     assert not any("secret" in path.read_text() for path in fake.folder.iterdir())  # the key stays here
-    assert not any(one["token"] in line for line in [*fake.arguments, *said])
-    assert said[0].startswith("one $ ray start --head --port=7000")  # the command is said
-    warnings = [line for line in said if line.startswith("Warning")]
+    assert not any(first["token"] in line for line in [*fake.arguments, *lines])
+    assert lines[0].startswith("one $ ray start --head --port=7000")  # the command is said
+    warnings = [line for line in lines if line.startswith("Warning")]
     assert len(warnings) == 1
     assert "two has the public address 203.0.113.9" in warnings[0]
     assert "ports 6379" in warnings[0]
@@ -181,9 +181,9 @@ def test_a_head_that_does_not_start_is_said_in_its_own_words(fake: FakeSsh, tmp_
 
 def test_up_adds_what_is_missing_with_the_token_of_the_head(fake: FakeSsh, tmp_path: Path) -> None:
     all_good(fake, one="abcd")
-    said = Lines()
-    up(cluster_file(tmp_path, ONE, TWO), said)
-    assert said[0] == "one runs already"
+    lines = Lines()
+    up(cluster_file(tmp_path, ONE, TWO), lines)
+    assert lines[0] == "one runs already"
     assert fake.commands == ["start two"]
     sent = fake.sent("two", "start")
     assert (sent["token"], sent["id"]) == (TOKEN, "abcd")
@@ -199,11 +199,11 @@ def test_up_is_refused_where_the_head_has_gone(fake: FakeSsh, tmp_path: Path) ->
 def test_down_goes_on_where_a_host_fails(fake: FakeSsh, tmp_path: Path) -> None:
     all_good(fake)
     fake.answers("one", err="ssh: connect to host one port 22: No route to host", code=255)
-    said = Lines()
+    lines = Lines()
     with pytest.raises(UserError, match="one cannot be reached"):
-        down(cluster_file(tmp_path, ONE, TWO), said)
+        down(cluster_file(tmp_path, ONE, TWO), lines)
     assert sorted(fake.commands) == ["stop one", "stop two"]
-    assert said == ["two down"]
+    assert lines == ["two down"]
 
 
 # -- the tunnel --------------------------------------------------------------------------------------------------------
@@ -252,15 +252,15 @@ def test_the_tunnel_ends_with_a_process_that_is_killed(fake: FakeSsh, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("reply", "says"),
     [
         ({"err": "ssh: connect to host one port 22: No route to host", "code": 255}, "one cannot be reached"),
         ({"err": "cat: no such file", "code": 1}, "is not up on one: start it with"),
         ({"out": "something else"}, "is not up on one"),
     ],
 )
-def test_a_cluster_that_is_not_there(fake: FakeSsh, tmp_path: Path, given: dict[str, object], says: str) -> None:
-    fake.answers("one", **given)  # type: ignore[arg-type]
+def test_a_cluster_that_is_not_there(fake: FakeSsh, tmp_path: Path, reply: dict[str, object], says: str) -> None:
+    fake.answers("one", **reply)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=says), tunnel(cluster_file(tmp_path, ONE, TWO)):
         pass
     assert "two" not in fake.arguments

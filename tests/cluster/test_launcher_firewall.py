@@ -18,8 +18,8 @@ CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.ar
 @pytest.mark.skipif(not namespaces_allowed() or not Path(NFT).exists(), reason="namespaces and nft are needed")
 def test_only_hosts_of_the_cluster_reach_ray(tmp_path: Path) -> None:
     text = (ROOT / "docs/cluster-hosts.md").read_text()
-    found = re.search(r"^ *table inet .*?\n  }$", text, re.MULTILINE | re.DOTALL)
-    assert found
+    match = re.search(r"^ *table inet .*?\n  }$", text, re.MULTILINE | re.DOTALL)
+    assert match
     rules = tmp_path / "rules.nft"
     with Hosts(3, shared=tmp_path) as hosts:
         head, member, stranger = hosts
@@ -27,7 +27,7 @@ def test_only_hosts_of_the_cluster_reach_ray(tmp_path: Path) -> None:
         def reaches(host: Host, port: int) -> bool:
             return host.run([sys.executable, "-c", CONNECT, head.address, str(port)], check=False).returncode == 0
 
-        rules.write_text(found[0].replace("10.0.0.1, 10.0.0.2, 10.0.0.3", f"{head.address}, {member.address}"))
+        rules.write_text(match[0].replace("10.0.0.1, 10.0.0.2, 10.0.0.3", f"{head.address}, {member.address}"))
         head.start([sys.executable, "-c", LISTEN])
         until(lambda: reaches(stranger, 6379) and reaches(stranger, 7000), 20)
         head.run([NFT, "-f", str(rules)])

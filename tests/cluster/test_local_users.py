@@ -49,7 +49,7 @@ def ray(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalRa
     return LocalRay(place)
 
 
-def another() -> subprocess.Popen[str]:
+def start_sleep() -> subprocess.Popen[str]:
     """A program that uses it."""
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, "-c", USER], stdin=pipe, stdout=pipe, text=True)
@@ -60,7 +60,7 @@ def another() -> subprocess.Popen[str]:
 
 def test_the_last_program_ends_it(ray: LocalRay) -> None:
     with using():
-        process = another()
+        process = start_sleep()
         end_unused(lambda: True)
         assert local_ray.running_ray() == ray
         process.communicate("\n")
@@ -72,7 +72,7 @@ def test_the_last_program_ends_it(ray: LocalRay) -> None:
 
 
 def test_a_killed_program_counts_no_more(ray: LocalRay) -> None:
-    process = another()
+    process = start_sleep()
     process.kill()
     process.wait()
     with using():
@@ -81,14 +81,14 @@ def test_a_killed_program_counts_no_more(ray: LocalRay) -> None:
 
 
 def test_a_start_that_was_killed_leaves_no_process(state: Path, tmp_path: Path) -> None:
-    begun = LocalRay(tmp_path / "wgl-y")
-    begun.place.mkdir()
-    (begun.place / "token").write_text("t")
-    (state / local_ray.RECORD).write_text(str(begun.place))
-    with subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: f"{begun.mark}/1"}) as process:
+    instance = LocalRay(tmp_path / "wgl-y")
+    instance.place.mkdir()
+    (instance.place / "token").write_text("t")
+    (state / local_ray.RECORD).write_text(str(instance.place))
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: f"{instance.mark}/1"}) as process:
         assert local_ray.running_ray() is None
         assert process.wait(60) != 0
-    assert not begun.place.exists()
+    assert not instance.place.exists()
     assert not (state / local_ray.RECORD).exists()
 
 
@@ -103,14 +103,14 @@ GOING = snapshot(task_view("a"))
 DONE = snapshot(task_view("a", "finished", 10, fetched=True), over=True)
 
 
-@pytest.mark.parametrize(("seen", "stays"), [(DONE, False), (GOING, True)])
+@pytest.mark.parametrize(("cluster_snapshot", "stays"), [(DONE, False), (GOING, True)])
 def test_a_refused_run_ends_what_nobody_else_uses(
-    ray: LocalRay, monkeypatch: pytest.MonkeyPatch, seen: Snapshot, stays: bool
+    ray: LocalRay, monkeypatch: pytest.MonkeyPatch, cluster_snapshot: Snapshot, stays: bool
 ) -> None:
     def refused(*arguments: object) -> str:
         raise UserError("The run is refused.")
 
-    monkeypatch.setattr(run_driver, "connected", lambda where: nullcontext(FakeCluster(snapshots=[seen])))
+    monkeypatch.setattr(run_driver, "connected", lambda where: nullcontext(FakeCluster(snapshots=[cluster_snapshot])))
     monkeypatch.setattr(run_driver, "_request", refused)
     with pytest.raises(UserError, match="is refused"):
         run_driver.run_tasks(Target(local=True), [], RunOptions())
@@ -145,7 +145,7 @@ def test_a_signal_during_submission_leaves_the_accepted_run(
 
     before = signal.signal(number, ended)  # as a program that is told to end leaves its blocks
     monkeypatch.setattr(run_driver, "connected", lambda where: nullcontext(Accepting(snapshots=[GOING])))
-    monkeypatch.setattr(run_driver, "_request", lambda *given: RunRequest("mine", [], {}))
+    monkeypatch.setattr(run_driver, "_request", lambda *arguments: RunRequest("mine", [], {}))
     try:
         with pytest.raises(KeyboardInterrupt):
             run_driver.run_tasks(Target(local=True), [], RunOptions())

@@ -57,8 +57,8 @@ def test_all_processes_of_a_cluster_are_ended_and_no_others() -> None:
         assert other.poll() is None
         assert node_processes._alive(children[1])
     finally:
-        for one in (ours, other, *children):
-            one.kill()
+        for child in (ours, other, *children):
+            child.kill()
 
 
 def test_ports_that_processes_listen_on() -> None:
@@ -67,8 +67,8 @@ def test_ports_that_processes_listen_on() -> None:
     assert process.stdout is not None
     wild, own = map(int, process.stdout.readline().split())
     try:
-        found = {one["port"]: one["address"] for one in node_processes.listening(name)}
-        assert found == {wild: "*", own: "127.0.0.1"}
+        addresses = {listener["port"]: listener["address"] for listener in node_processes.listening(name)}
+        assert addresses == {wild: "*", own: "127.0.0.1"}
     finally:
         process.kill()
     assert node_processes.public(["10.0.0.1", "127.0.0.1", "::1", "fe80::1", "192.0.2.1", "8.8.8.8", "2600::1"]) == [
@@ -88,8 +88,8 @@ def test_refusals_of_a_host(
     def answer(command: str, code: int, **more: object) -> dict[str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({**values, **more})))
         assert node_commands.main(command) == code
-        found: dict[str, str] = json.loads(capsys.readouterr().out)
-        return found
+        reply: dict[str, str] = json.loads(capsys.readouterr().out)
+        return reply
 
     assert f"cannot reach the head at 127.0.0.1:{port}" in answer("start", 1)["refused"]
     top.mkdir(mode=0o777)

@@ -13,8 +13,8 @@ from wgpu_lora.cluster.placement_field import MOST_JOINED, Place, Placement, Wai
 GIB = 2**30
 
 
-def task(name: str = "a", work: float = 1000.0, needed: int = 4 * GIB, **options) -> Waiting:
-    return Waiting(name, {"x": needed, "y": needed}, work=work, base="base", base_bytes=2 * GIB, **options)
+def task(name: str = "a", work: float = 1000.0, memory: int = 4 * GIB, **options) -> Waiting:
+    return Waiting(name, {"x": memory, "y": memory}, work=work, base="base", base_bytes=2 * GIB, **options)
 
 
 def device(device_id: str, speed: float | None = 10.0, free: int | None = 16 * GIB, **options) -> Place:
@@ -25,8 +25,8 @@ def busy(name: str, speed: float, seconds: float, memory: int = 16 * GIB, **opti
     return device(name, speed, 0, active=1, active_bytes=memory, busy_seconds=seconds, **options)
 
 
-def where(found: list[Placement]) -> dict[str, str]:
-    return {name: one.devices[0] for one in found for name in one.tasks}
+def where(placements: list[Placement]) -> dict[str, str]:
+    return {name: placement.devices[0] for placement in placements for name in placement.tasks}
 
 
 def test_the_score_chooses_among_devices_of_the_same_speed():
@@ -41,10 +41,10 @@ def test_the_score_chooses_among_devices_of_the_same_speed():
 
 
 def test_data_on_the_host_decide_only_between_similar_devices():
-    chosen = task(data=frozenset({"rows", "more"}))
+    candidate = task(data=frozenset({"rows", "more"}))
     has = device("z", data=frozenset({"rows"}))
-    assert where(place([chosen], [device("b"), has])) == {"a": "z"}
-    assert where(place([chosen], [device("b", 20.0), has])) == {"a": "b"}
+    assert where(place([candidate], [device("b"), has])) == {"a": "z"}
+    assert where(place([candidate], [device("b", 20.0), has])) == {"a": "b"}
 
 
 def test_a_large_slow_card_does_not_draw_everything():
@@ -67,8 +67,8 @@ def test_a_long_task_waits_for_a_fast_device_when_it_ends_earlier_so():
 
 def test_no_device_is_idle_for_nothing():
     tasks = [task(f"t{number}") for number in range(9)]
-    found = place(tasks, [device("slow", 1.0), busy("fast", 10.0, 50.0)])
-    assert len(found) == 1  # the first would end earlier on the fast one, but not all of them
+    placements = place(tasks, [device("slow", 1.0), busy("fast", 10.0, 50.0)])
+    assert len(placements) == 1  # the first would end earlier on the fast one, but not all of them
 
 
 def test_what_others_hold_is_not_waited_for():
@@ -79,7 +79,7 @@ def test_what_others_hold_is_not_waited_for():
 
 def test_scarce_memory_is_left_to_those_that_need_it():
     small, large = device("small", free=8 * GIB), device("large", free=32 * GIB)
-    tasks = [task("anywhere", 1100.0), task("needy", 1000.0, needed=20 * GIB)]
+    tasks = [task("anywhere", 1100.0), task("needy", 1000.0, memory=20 * GIB)]
     assert where(place(tasks, [small, large])) == {"needy": "large", "anywhere": "small"}
 
 
@@ -103,8 +103,8 @@ def test_who_has_waited_long_goes_before_more_work():
 
 def test_several_jobs_per_device():
     tasks = [task(name) for name in "abc"]
-    found = place(tasks, [device("d", jobs_per_device=2)])
-    assert [one.tasks for one in found] == [("a",), ("b",)]
+    placements = place(tasks, [device("d", jobs_per_device=2)])
+    assert [placement.tasks for placement in placements] == [("a",), ("b",)]
     assert len(place(tasks, [device("d", free=7 * GIB, jobs_per_device=2)])) == 1
 
 
@@ -119,8 +119,10 @@ def joining(name: str, speedup: float = 1.3, **options) -> Place:
     ("count", "devices", "sizes"), [(8, 8, [1] * 8), (8, 1, [4]), (12, 3, [4] * 3), (9, 8, [2] + [1] * 7)]
 )
 def test_tasks_are_joined_as_far_as_all_devices_are_busy(count, devices, sizes):
-    found = place([task(f"t{number}") for number in range(count)], [joining(f"d{number}") for number in range(devices)])
-    assert sorted((len(one.tasks) for one in found), reverse=True) == sizes
+    placements = place(
+        [task(f"t{number}") for number in range(count)], [joining(f"d{number}") for number in range(devices)]
+    )
+    assert sorted((len(placement.tasks) for placement in placements), reverse=True) == sizes
     assert max(sizes) <= MOST_JOINED
 
 
@@ -134,31 +136,31 @@ def test_tasks_are_joined_as_far_as_all_devices_are_busy(count, devices, sizes):
 )
 def test_tasks_that_are_not_joined(change):
     tasks = [replace(task(f"t{number}"), **change) for number in range(4)]
-    found = place(tasks, [joining("d")])
-    assert [len(one.tasks) for one in found] == [len(tasks[0].members)]
+    placements = place(tasks, [joining("d")])
+    assert [len(placement.tasks) for placement in placements] == [len(tasks[0].members)]
 
 
 def test_only_what_is_measured_to_be_faster_is_joined():
     tasks = [task(f"t{number}") for number in range(4)]
     for speedup in (None, 0.9, 1.0):
         assert len(place(tasks, [device("d", joined_speedup=speedup)])[0].tasks) == 1
-    always = [replace(one, join="always") for one in tasks]
+    always = [replace(waiting, join="always") for waiting in tasks]
     assert len(place(always, [device("d", joined_speedup=0.9)])[0].tasks) == 4
 
 
 def test_only_tasks_of_one_run_and_base_are_joined():
     tasks = [task("a"), replace(task("b"), run="other"), replace(task("c"), base="other"), task("d")]
-    assert [one.tasks for one in place(tasks, [joining("x")])] == [("a", "d")]
+    assert [placement.tasks for placement in place(tasks, [joining("x")])] == [("a", "d")]
 
 
 def test_a_pipeline_has_its_base_once():
     tasks = [task(f"t{number}") for number in range(4)]  # 2 GiB of base, and 2 GiB each
-    found = place(tasks, [joining("d", free=8 * GIB)])
-    assert [(len(one.tasks), one.peak_bytes) for one in found] == [(3, 8 * GIB)]
+    placements = place(tasks, [joining("d", free=8 * GIB)])
+    assert [(len(placement.tasks), placement.peak_bytes) for placement in placements] == [(3, 8 * GIB)]
 
 
 def test_the_bytes_of_a_pipeline_count_its_largest_task_for_each():
-    tasks = [task("a", needed=6 * GIB), task("b", needed=3 * GIB)]  # slots are as large as the largest
+    tasks = [task("a", memory=6 * GIB), task("b", memory=3 * GIB)]  # slots are as large as the largest
     assert len(place(tasks, [joining("d", free=9 * GIB)])[0].tasks) == 1
     assert place(tasks, [joining("d", free=10 * GIB)])[0].peak_bytes == 10 * GIB
 
@@ -168,7 +170,7 @@ def test_the_bytes_of_a_pipeline_count_its_largest_task_for_each():
 
 def test_a_task_of_several_devices_takes_them_at_once_the_fastest_leading():
     places = [device("a", 5.0), device("b", 10.0), device("c", 1.0)]
-    assert [one.devices for one in place([task(devices=2)], places)] == [("b", "a")]
+    assert [placement.devices for placement in place([task(devices=2)], places)] == [("b", "a")]
     assert place([task(devices=4)], places) == []
 
 

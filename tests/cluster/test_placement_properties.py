@@ -43,11 +43,11 @@ def waitings(draw: st.DrawFn) -> list[Waiting]:
 
 @st.composite
 def some_places(draw: st.DrawFn) -> list[Place]:
-    found = []
+    places = []
     for name in draw(st.lists(ids, unique=True)):
         slots = draw(st.integers(1, 3))
         active = draw(st.integers(0, slots))
-        found.append(
+        places.append(
             Place(
                 name,
                 draw(st.sampled_from(CLASSES)),
@@ -64,33 +64,33 @@ def some_places(draw: st.DrawFn) -> list[Place]:
                 out=draw(st.sampled_from(("", "", "", "gone"))),
             )
         )
-    return found
+    return places
 
 
 @settings(max_examples=30, deadline=None)
 @given(waitings(), some_places(), st.randoms(use_true_random=False))
 def test_every_placement_is_possible(waiting, places, random):
-    found = place(waiting, places)
-    by_id, by_task = {one.id: one for one in places}, {one.task: one for one in waiting}
-    free = {one.id: math.inf if one.free is None else one.free for one in places}
-    jobs = {one.id: one.active for one in places}
-    assert max(Counter(name for one in found for name in one.tasks).values(), default=1) == 1
-    for placement in found:
+    placements = place(waiting, places)
+    by_id, by_task = {spot.id: spot for spot in places}, {task.task: task for task in waiting}
+    free = {spot.id: math.inf if spot.free is None else spot.free for spot in places}
+    jobs = {spot.id: spot.active for spot in places}
+    assert max(Counter(name for item in placements for name in item.tasks).values(), default=1) == 1
+    for placement in placements:
         members = [by_task[name] for name in placement.tasks if name in by_task]
         assert members
-        assert set(placement.tasks) == {name for one in members for name in one.members}
+        assert set(placement.tasks) == {name for member in members for name in member.members}
         assert len(set(placement.devices)) == len(placement.devices) == members[0].devices
         assert len(members) <= MOST_JOINED
         assert placement.score > 0
         if len(members) > 1:
-            assert len({(one.run, one.base) for one in members}) == 1
-            assert all(one.joinable for one in members)
+            assert len({(member.run, member.base) for member in members}) == 1
+            assert all(member.joinable for member in members)
         for name in placement.devices:
             device = by_id[name]
             assert not device.out
-            assert all(name not in one.avoid and device.plan_class in one.peak_bytes for one in members)
+            assert all(name not in member.avoid and device.plan_class in member.peak_bytes for member in members)
             assert (
-                placement.peak_bytes >= max(one.peak_bytes[device.plan_class] for one in members)
+                placement.peak_bytes >= max(member.peak_bytes[device.plan_class] for member in members)
                 or len(placement.devices) > 1
             )
             free[name] -= (
@@ -101,20 +101,20 @@ def test_every_placement_is_possible(waiting, places, random):
     assert all(jobs[name] <= by_id[name].jobs_per_device for name in jobs)
     random.shuffle(waiting)
     random.shuffle(places)
-    assert place(waiting, places) == found
+    assert place(waiting, places) == placements
 
 
 @settings(max_examples=30, deadline=None)
 @given(waitings(), some_places())
 def test_idle_clusters_start_something(waiting, places):
     """Where nothing runs that anything could wait for, a task that fits is started."""
-    idle = [replace(one, active=0, busy_seconds=0.0, active_bytes=0) for one in places]
-    single = [replace(one, devices=1) for one in waiting]
+    idle = [replace(spot, active=0, busy_seconds=0.0, active_bytes=0) for spot in places]
+    single = [replace(task, devices=1) for task in waiting]
     fits = any(
         not device.out
-        and device.id not in one.avoid
-        and one.peak_bytes.get(device.plan_class, math.inf) <= (1e20 if device.free is None else device.free)
-        for one in single
+        and device.id not in task.avoid
+        and task.peak_bytes.get(device.plan_class, math.inf) <= (1e20 if device.free is None else device.free)
+        for task in single
         for device in idle
     )
     assert bool(place(single, idle)) == fits

@@ -27,19 +27,19 @@ def task(name: str = "a", **options: Any) -> Task:
 
 
 def requested(cluster: FakeCluster, *tasks: Task, sweep: SweepOptions | None = None, **run: Any) -> RunRequest:
-    found = request_of(cluster, cluster.nodes, tasks or [task()], RunOptions(**run), sweep)
-    assert from_plain(RunRequest, asdict(found)) == found
-    return found
+    request = request_of(cluster, cluster.nodes, tasks or [task()], RunOptions(**run), sweep)
+    assert from_plain(RunRequest, asdict(request)) == request
+    return request
 
 
 def test_a_request_has_the_plans_of_every_class() -> None:
     cluster = FakeCluster([ALPHA, BETA])
-    found = requested(cluster, task("a"), task("b"), name="mine", mirror_steps=7)
-    assert (found.name, found.mirror_steps, found.data_parallel) == ("mine", 7, 1)
-    assert {name: set(plans) for name, plans in found.plans.items()} == {"a": {"p", "q"}, "b": {"p", "q"}}
+    request = requested(cluster, task("a"), task("b"), name="mine", mirror_steps=7)
+    assert (request.name, request.mirror_steps, request.data_parallel) == ("mine", 7, 1)
+    assert {name: set(plans) for name, plans in request.plans.items()} == {"a": {"p", "q"}, "b": {"p", "q"}}
     planned = [call for call in cluster.calls if call[1] == "plan"]
     assert [call[0] for call in planned] == ["id-alpha", "id-beta"]  # once for each class
-    assert "@" in found.by
+    assert "@" in request.by
     assert requested(cluster).name.startswith("run-")
 
 
@@ -91,11 +91,11 @@ def test_data_is_sent_if_asked_for(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("{}\n")
     cluster = FakeCluster([ALPHA, BETA], lacking={"beta": {str(data)}})
-    found = requested(cluster, task(data=str(data)), send_data=True)
-    assert found.tasks[0].options["data"].startswith("sent:")
+    request = requested(cluster, task(data=str(data)), send_data=True)
+    assert request.tasks[0].options["data"].startswith("sent:")
     assert sorted(host for host, _ in cluster.sent) == ["alpha", "beta"]  # a task may move to any of them
     assert set(cluster.sent.values()) == {b"{}\n"}
-    (parcel,) = found.parcels
+    (parcel,) = request.parcels
     assert cluster.placed == [("alpha", parcel), ("beta", parcel)]
 
 
@@ -105,7 +105,7 @@ MODEL = str(Path(__file__).parent)
 
 
 @pytest.mark.parametrize(
-    ("lacking", "plans", "tasks", "run", "said"),
+    ("lacking", "plans", "tasks", "run", "message"),
     [
         (
             ("/no",),
@@ -124,10 +124,10 @@ MODEL = str(Path(__file__).parent)
     ids=["data", "model", "output", "shared", "room", "refused", "devices"],
 )
 def test_what_is_refused(
-    lacking: tuple[str, ...], plans: dict[str, RunRequirements], tasks: tuple[Task, ...], run: Any, said: str
+    lacking: tuple[str, ...], plans: dict[str, RunRequirements], tasks: tuple[Task, ...], run: Any, message: str
 ) -> None:
     cluster = FakeCluster([ALPHA, BETA], plans=plans, lacking={"alpha": set(lacking), "beta": set(lacking)})
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         requested(cluster, *tasks, **run)
 
 
@@ -144,8 +144,8 @@ def test_all_reasons_are_said_and_not_too_many() -> None:
 def test_the_device_for_evaluations() -> None:
     cluster = FakeCluster([ALPHA, BETA])
     amd = BETA.devices[0]
-    for given in ("amd", amd.key, amd.id):
-        assert requested(cluster, eval_device=given).eval_device == amd.id
+    for name in ("amd", amd.key, amd.id):
+        assert requested(cluster, eval_device=name).eval_device == amd.id
     with pytest.raises(UserError, match=r"--eval-device nvidia names 2 devices of the cluster: .*alpha:0 \(NVIDIA A\)"):
         requested(cluster, eval_device="nvidia")
     with pytest.raises(UserError, match="--eval-device Intel names no device of the cluster"):
@@ -164,6 +164,6 @@ def test_the_device_for_evaluations_trains_nothing() -> None:
 def test_a_sweep_without_held_out_rows() -> None:
     with pytest.raises(UserError, match="needs held-out rows"):
         requested(FakeCluster([ALPHA]), sweep=SweepOptions())
-    found = requested(FakeCluster([ALPHA]), sweep=SweepOptions(metric="loss"))
-    assert found.sweep
-    assert found.sweep.metric == "loss"
+    request = requested(FakeCluster([ALPHA]), sweep=SweepOptions(metric="loss"))
+    assert request.sweep
+    assert request.sweep.metric == "loss"

@@ -58,12 +58,12 @@ def test_an_interrupted_one_is_brought_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("damaged", "it has another digest"), ("absent", "is missing")], ids=["damaged", "absent"]
+    ("fault", "message"), [("damaged", "it has another digest"), ("absent", "is missing")], ids=["damaged", "absent"]
 )
-def test_an_incomplete_result_is_refused(tmp_path: Path, fault: str, said: str) -> None:
+def test_an_incomplete_result_is_refused(tmp_path: Path, fault: str, message: str) -> None:
     source = cluster(**{fault: {"adapter_model.safetensors"}})
     with pytest.raises(
-        UserError, match=rf"result of a came incompletely .*adapter_model\.safetensors .*{said}.*: attach"
+        UserError, match=rf"result of a came incompletely .*adapter_model\.safetensors .*{message}.*: attach"
     ):
         brought(source, tmp_path / "out")
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
@@ -122,12 +122,12 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_the_controller_is_told_what_is_here(tmp_path: Path) -> None:
-    both = FakeCluster(files={"a": dict(FILES), "b": {"x": b"1"}})
+    fake = FakeCluster(files={"a": dict(FILES), "b": {"x": b"1"}})
     (tmp_path / "b").write_text("in the way")
-    found = results(both, {"a": tmp_path / "a", "b": tmp_path / "b"})
-    assert both.fetched == {"a"}
-    assert found["a"] is None
-    assert "holds something else" in str(found["b"])
+    outcomes = results(fake, {"a": tmp_path / "a", "b": tmp_path / "b"})
+    assert fake.fetched == {"a"}
+    assert outcomes["a"] is None
+    assert "holds something else" in str(outcomes["b"])
 
 
 def test_the_run_log_says_where_a_result_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,8 +136,8 @@ def test_the_run_log_says_where_a_result_is(tmp_path: Path, monkeypatch: pytest.
     log = RunLog()
     log.append({"id": "20261123-a", "date": now(), "kind": "finetune", "name": "n", "outputs": ["/cluster/epoch-1"]})
     files = {"a": "20261123-a", "b": "another machine's", "c": "20261123-a\n"}
-    found = FakeCluster(files={task: {"tracking.json": to_json({"id": name}).encode()} for task, name in files.items()})
-    assert set(results(found, {task: tmp_path / task for task in files}).values()) == {None}
+    fake = FakeCluster(files={task: {"tracking.json": to_json({"id": name}).encode()} for task, name in files.items()})
+    assert set(results(fake, {task: tmp_path / task for task in files}).values()) == {None}
     (entry,) = log.read().entries
     assert entry.outputs == [str(tmp_path / "a")]
     assert len(log.path.read_text().splitlines()) == 2

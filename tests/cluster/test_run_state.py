@@ -32,8 +32,8 @@ A, B = (NODES[name].devices[0].id for name in "ab")
 
 def request(*tasks: str, name: str = "r", **changes: Any) -> RunRequest:
     plan = RunRequirements(NEEDED, base_bytes=20, base="base", data=["rows"], work=1000, steps=STEPS)
-    run = [Task(one, {}, f"/{name}/{one}") for one in tasks]
-    return RunRequest(name, run, {one: {"p": plan} for one in tasks}, **{"join": "never", **changes})
+    run = [Task(task, {}, f"/{name}/{task}") for task in tasks]
+    return RunRequest(name, run, {task: {"p": plan} for task in tasks}, **{"join": "never", **changes})
 
 
 class Lab:
@@ -90,7 +90,7 @@ class Lab:
         return self.state.units[self.task(name, run).unit]
 
     def view(self, name: str) -> Any:
-        return next(one for one in run_queue.snapshot(self.state, None, self.now).tasks if one.name == name)
+        return next(task for task in run_queue.snapshot(self.state, None, self.now).tasks if task.name == name)
 
     def order(self, unit: UnitState) -> Any:
         return run_queue.order_of(self.state, unit, "id-a")
@@ -325,8 +325,8 @@ def test_a_pipeline_that_cannot_go_on_is_split(ended: str, committed: bool) -> N
         assert {(task.state, task.results) for task in lab.state.tasks_of("r")} == {("failed", True)}
         return
     units = {task.name: lab.unit(task.name) for task in lab.state.tasks_of("r")}
-    assert {name: one.tasks for name, one in units.items()} == {name: [name] for name in ("one", "two", "three")}
-    assert all(one.commit is None and one.phase == "waiting" for one in units.values())
+    assert {name: item.tasks for name, item in units.items()} == {name: [name] for name in ("one", "two", "three")}
+    assert all(item.commit is None and item.phase == "waiting" for item in units.values())
     assert units["one"].generation == unit.generation  # its id goes on
     assert {task.alone for task in lab.state.tasks_of("r")} == {ended == "refused"}
     assert {task.progress.step for task in lab.state.tasks_of("r")} == {0}
@@ -466,18 +466,18 @@ EVENTS = st.sampled_from(("start", "start", "report", "commit", "commit", "stale
 )
 def test_what_holds_after_any_events(events: Sequence[tuple[str, int, int]], join: str) -> None:
     lab = Lab(request("one", "two", "three", join=join), request("four", name="s"))
-    for kind, which, number in events:
+    for kind, index, number in events:
         lab.now += 5.0 * number
         before = {unit.id: (unit.tasks, unit.commit) for unit in lab.state.units.values()}
         placed = [*lab.state.placed()]
-        unit = placed[which % len(placed)] if placed else None
+        unit = placed[index % len(placed)] if placed else None
         if kind == "start":
             lab.start()
         elif kind == "cancel":
             names = [None, "one", "two"]
-            run_state.cancel_run(lab.state, "r", names[which % 3], lab.now)
+            run_state.cancel_run(lab.state, "r", names[index % 3], lab.now)
         elif kind == "survey":
-            lab.survey(("ab", "a", "b", "")[which % 4])
+            lab.survey(("ab", "a", "b", "")[index % 4])
         elif unit and kind in ("commit", "done"):
             assert lab.commit(unit, steps_of(unit) + number, final=kind == "done")
             if kind == "done":

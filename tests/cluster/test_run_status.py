@@ -38,7 +38,7 @@ class Clock:
 class Seen:
     def __init__(self) -> None:
         self.snapshots: list[Snapshot] = []
-        self.gone: list[float] = []
+        self.absences: list[float] = []
         self.fetches: list[str] = []
         self.unwritten: list[tuple[str, str]] = []
 
@@ -46,7 +46,7 @@ class Seen:
         self.snapshots.append(snapshot)
 
     def away(self, seconds: float) -> None:
-        self.gone.append(seconds)
+        self.absences.append(seconds)
 
     def fetching(self, task: str) -> None:
         self.fetches.append(task)
@@ -71,13 +71,13 @@ def test_results_are_fetched_as_they_end(tmp_path: Path) -> None:
         files={"a": {"x": b"1"}},
     )
     cluster.files["b"] = {"y": b"2"}
-    seen = Seen()
-    found = followed(cluster, seen)
+    events = Seen()
+    result = followed(cluster, events)
     assert (tmp_path / "a/x").read_bytes() == b"1"
     assert (tmp_path / "b/y").read_bytes() == b"2"
-    assert found.code == 0
-    assert seen.fetches == ["a", "b"]
-    assert [len(s.tasks) for s in seen.snapshots] == [2, 2, 2]
+    assert result.code == 0
+    assert events.fetches == ["a", "b"]
+    assert [len(s.tasks) for s in events.snapshots] == [2, 2, 2]
 
 
 def test_a_shared_folder_needs_no_fetching() -> None:
@@ -88,8 +88,8 @@ def test_a_shared_folder_needs_no_fetching() -> None:
 
 def test_failed_tasks_make_the_exit_code_1(tmp_path: Path) -> None:
     tasks = task_view("a", "finished", output=str(tmp_path / "a")), task_view("b", "failed", fetched=True)
-    found = followed(FakeCluster(snapshots=[snapshot(*tasks, over=True)], files={"a": {"x": b"1"}}))
-    assert found.code == 1
+    result = followed(FakeCluster(snapshots=[snapshot(*tasks, over=True)], files={"a": {"x": b"1"}}))
+    assert result.code == 1
 
 
 def test_a_result_that_has_no_place_is_said_once(tmp_path: Path) -> None:
@@ -97,9 +97,9 @@ def test_a_result_that_has_no_place_is_said_once(tmp_path: Path) -> None:
     cluster = FakeCluster(
         snapshots=[snapshot(task_view("a", "finished", output=str(tmp_path / "a")), over=True)], files={"a": {"x": b""}}
     )
-    found = followed(cluster)
-    assert found.code == 1
-    assert "holds something else" in found.wrong["a"]
+    result = followed(cluster)
+    assert result.code == 1
+    assert "holds something else" in result.wrong["a"]
 
 
 def test_a_result_on_a_host_that_is_away_is_waited_for(tmp_path: Path) -> None:
@@ -118,16 +118,16 @@ def test_a_result_on_a_host_that_is_away_is_waited_for(tmp_path: Path) -> None:
 
 def test_a_restarted_controller_is_waited_for() -> None:
     cluster = FakeCluster(snapshots=[None] * 5 + [snapshot(task_view("a", "stopped", fetched=True), over=True)])
-    seen = Seen()
-    assert followed(cluster, seen).code == 0
-    assert len(seen.gone) == 5
+    events = Seen()
+    assert followed(cluster, events).code == 0
+    assert len(events.absences) == 5
 
 
 def test_a_cluster_that_stays_away_is_given_up() -> None:
-    seen = Seen()
+    events = Seen()
     with pytest.raises(ClusterGone, match=r"has not answered for \d+ s, its jobs may go on .*: attach again later"):
-        followed(FakeCluster(snapshots=[None]), seen)
-    assert seen.gone[-1] <= PATIENCE
+        followed(FakeCluster(snapshots=[None]), events)
+    assert events.absences[-1] <= PATIENCE
 
 
 def test_an_unknown_run_is_refused() -> None:
@@ -145,12 +145,12 @@ def test_lines_for_pipes(capsys: pytest.CaptureFixture[str]) -> None:
     table.shown(snapshot(running, nodes=(NODE,), events=[event]))
     table.shown(snapshot(replace(running, progress=replace(running.progress, step=3)), nodes=(NODE,), events=[event]))
     table.shown(snapshot(replace(running, state="failed", reason="no luck"), nodes=(NODE,), events=[event]))
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("event ")
-    assert said[0].endswith("a moves to beta")
-    assert said[1] == "running   a  2/10  loss 1.5000  held-out 2.0000  1,234 tokens/s  on beta:0"
-    assert said[2] == "failed    a  2/10  loss 1.5000  held-out 2.0000  on beta:0  no luck"
-    assert len(said) == 3  # a step within seconds is not worth a line, and an event is said once
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("event ")
+    assert lines[0].endswith("a moves to beta")
+    assert lines[1] == "running   a  2/10  loss 1.5000  held-out 2.0000  1,234 tokens/s  on beta:0"
+    assert lines[2] == "failed    a  2/10  loss 1.5000  held-out 2.0000  on beta:0  no luck"
+    assert len(lines) == 3  # a step within seconds is not worth a line, and an event is said once
 
 
 def test_the_table_is_bounded_and_shows_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,27 +178,27 @@ AWAY = "its results are not in /mnt/lab/a yet: /mnt/lab/a exists already, with o
 def test_a_result_that_cannot_be_put_in_place_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     waits = task_view("a", "finished", 10, reason=AWAY)
     placed = task_view("b", "finished", 10, fetched=True, reason="of no interest any more")
-    seen = snapshot(waits, placed, nodes=(NODE,))
-    assert f"a: {AWAY[:50]}" in rendered(Table("r").table(seen))
-    for show_it in (Table("r").shown, lambda seen: report(Followed(seen)), show_status):
-        show_it(seen)
-        said = capsys.readouterr().out
-        assert AWAY in said
-        assert "of no interest" not in said
+    state = snapshot(waits, placed, nodes=(NODE,))
+    assert f"a: {AWAY[:50]}" in rendered(Table("r").table(state))
+    for show_it in (Table("r").shown, lambda view: report(Followed(view)), show_status):
+        show_it(state)
+        output = capsys.readouterr().out
+        assert AWAY in output
+        assert "of no interest" not in output
 
 
 def test_a_helper_that_refuses_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     why = "10.0.0.5: the rows differ from those of the leader"
     running = [task_view(name, reason=why, device=DEVICE.id) for name in ("a", "b", "c")]
     many = [task_view(f"waits-{number}", "pending", reason=f"reason {number}") for number in range(100)]
-    seen = snapshot(*many, *running, nodes=(NODE,))
-    assert f"a and 2 others: {why}" in " ".join(rendered(Table("r").table(seen)).split())  # lines may be broken
-    Table("r").shown(seen)
+    state = snapshot(*many, *running, nodes=(NODE,))
+    assert f"a and 2 others: {why}" in " ".join(rendered(Table("r").table(state)).split())  # lines may be broken
+    Table("r").shown(state)
     assert capsys.readouterr().out.count(why) == 3
-    show_status(seen)
-    said = capsys.readouterr().out
-    assert f"running   r/a and 2 others: {why}" in said
-    assert "and       91 more reasons" in said
+    show_status(state)
+    output = capsys.readouterr().out
+    assert f"running   r/a and 2 others: {why}" in output
+    assert "and       91 more reasons" in output
 
 
 def test_what_could_not_be_written_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,9 +206,9 @@ def test_what_could_not_be_written_is_said_at_once(tmp_path: Path, capsys: pytes
     ended, going = task_view("a", "finished", output=str(tmp_path / "a")), task_view("b")
     over = snapshot(ended, replace(going, state="cancelled", fetched=True), over=True)
     cluster = FakeCluster(files={"a": {"x": b"1"}}, snapshots=[snapshot(ended, going)] * 3 + [over])
-    seen = Seen()
-    assert followed(cluster, seen).code == 1
-    ((task, why),) = seen.unwritten  # once
+    events = Seen()
+    assert followed(cluster, events).code == 1
+    ((task, why),) = events.unwritten  # once
     assert task == "a"
     Table("r").not_fetched(task, why)
     assert "a: its result stays on the cluster" in capsys.readouterr().out
@@ -233,13 +233,13 @@ def test_the_end_is_a_leaderboard(capsys: pytest.CaptureFixture[str], tmp_path: 
         task_view("better", "finished", 10, loss=1.0, eval_loss=2.0, attempts=2, output=str(tmp_path / "better")),
     )
     report(Followed(snapshot(*tasks, over=True), {"worse": "the disk is full"}))
-    said = capsys.readouterr().out
-    lines = said.splitlines()
+    output = capsys.readouterr().out
+    lines = output.splitlines()
     ranks = [line.split()[1] for line in lines if line[:1].isdigit()]  # long paths are folded
     assert ranks == ["better", "worse", "gone"]
-    assert "failed    gone: the loss is not finite" in said
-    assert "moved     better began again from the last copy" in said
-    assert "kept      worse: its result stays on the cluster: the disk is full" in said
+    assert "failed    gone: the loss is not finite" in output
+    assert "moved     better began again from the last copy" in output
+    assert "kept      worse: its result stays on the cluster: the disk is full" in output
 
 
 def test_the_end_of_a_sweep_has_its_parameters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -249,8 +249,8 @@ def test_the_end_of_a_sweep_has_its_parameters(capsys: pytest.CaptureFixture[str
         )
         for rank in (8, 4)
     ]
-    seen = snapshot(*tasks, over=True)
-    report(Followed(replace(seen, runs=[replace(seen.runs[0], sweep=SweepOptions(metric="loss"))])))
+    state = snapshot(*tasks, over=True)
+    report(Followed(replace(state, runs=[replace(state.runs[0], sweep=SweepOptions(metric="loss"))])))
     lines = capsys.readouterr().out.splitlines()
     assert "lora_r" in lines[0]
     assert lines[1].split()[1:3] == ["t4", "4"]

@@ -33,10 +33,10 @@ class FakeWorker:
     """A worker that gives these results, one each time."""
 
     results: list[Any]
-    asked: list[Any]
+    requests: list[Any]
 
     def __init__(self, job: str, options: Any, timeout: float):
-        self.asked.append((job, options))
+        self.requests.append((job, options))
 
     def __enter__(self) -> FakeWorker:
         return self
@@ -44,17 +44,17 @@ class FakeWorker:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
     def result(self) -> Any:
-        found = self.results.pop(0)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        answer = self.results.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeWorker]:
     monkeypatch.setenv("WGPU_LORA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(device_resources, "Worker", FakeWorker)
-    FakeWorker.results, FakeWorker.asked = [], []
+    FakeWorker.results, FakeWorker.requests = [], []
     return FakeWorker
 
 
@@ -68,7 +68,7 @@ def test_a_speed_is_measured_once_for_a_device_driver_and_shaders(
     worker.results = [result(), result(200.0), result(300.0)]
     assert cached(INFO) is None
     assert measured(INFO) == measured(INFO) == cached(INFO) == Speed(100.0, 1.25)
-    assert worker.asked == [("speed", {"device": 3})]
+    assert worker.requests == [("speed", {"device": 3})]
     assert cached(replace(INFO, index=9)) == Speed(100.0, 1.25)  # the index may change
     for other in ({"driver": "driver 2"}, {"name": "Other"}, {"backend": "D3D12"}, {"device_id": 1}):
         assert cached(replace(INFO, **other)) is None
@@ -117,11 +117,11 @@ def test_the_job_measures_a_device_and_says_who_was_there(
     monkeypatch.setattr(kind, "Device", lambda selector: device)
     monkeypatch.setattr(kind, "Context", type("Small", (), {"of": lambda *_, tokens: mini(device)}))
     monkeypatch.setenv("WGPU_LORA_SHARE_DIR", str(tmp_path / "share"))
-    held = device.allocated
-    found = KINDS["speed"](EventWriter(io.StringIO()), seconds=0.01)
-    assert found["tokens_per_second"] > 0
-    assert 0.05 < found["joined_speedup"] < 20
-    assert (found["beside"], device.allocated) == ([], held)
+    bytes_before = device.allocated
+    speed = KINDS["speed"](EventWriter(io.StringIO()), seconds=0.01)
+    assert speed["tokens_per_second"] > 0
+    assert 0.05 < speed["joined_speedup"] < 20
+    assert (speed["beside"], device.allocated) == ([], bytes_before)
     with Ledger(device_key(device.info)).changing() as entries:
         mine = LedgerEntry.of_this_process(5, "finetune out", holds=True)
         entries.append(replace(mine, pid=1, started=process_start(1) or 0))

@@ -40,9 +40,9 @@ ARGS = TrainingArguments(data="a.jsonl", output="out", model="demo")
 def test_a_grid_has_every_combination_once() -> None:
     grid = grid_of(["lora_r=8,16", "learning_rate=1e-4,2e-4,4e-4", "use-dora=true,false"])
     assert grid == {"lora_r": [8, 16], "learning_rate": [1e-4, 2e-4, 4e-4], "use_dora": [True, False]}
-    found = [grid_point(grid, index) for index in range(grid_size(grid))]
-    assert len({json.dumps(one) for one in found}) == grid_size(grid) == 12
-    assert found[1] == {"lora_r": 8, "learning_rate": 1e-4, "use_dora": False}
+    points = [grid_point(grid, index) for index in range(grid_size(grid))]
+    assert len({json.dumps(point) for point in points}) == grid_size(grid) == 12
+    assert points[1] == {"lora_r": 8, "learning_rate": 1e-4, "use_dora": False}
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
@@ -52,13 +52,13 @@ def test_indices_and_combinations_correspond(sizes: list[int]) -> None:
 
 
 def test_values_with_commas_and_none() -> None:
-    found = grid_of(["target_modules=q_proj,v_proj;all-linear", "max_length=none,128"])
-    assert found == {"target_modules": ["q_proj,v_proj", "all-linear"], "max_length": [None, 128]}
+    grid = grid_of(["target_modules=q_proj,v_proj;all-linear", "max_length=none,128"])
+    assert grid == {"target_modules": ["q_proj,v_proj", "all-linear"], "max_length": [None, 128]}
     assert grid_of(["optim_args=beta1=0.8;beta1=0.9"]) == {"optim_args": ["beta1=0.8", "beta1=0.9"]}
 
 
 @pytest.mark.parametrize(
-    ("params", "said"),
+    ("params", "message"),
     [
         ([], "needs something to vary"),
         (["lora_r"], "is not NAME=VALUE,VALUE"),
@@ -74,22 +74,22 @@ def test_values_with_commas_and_none() -> None:
         (["output=a,b"], "--output cannot be varied"),
     ],
 )
-def test_wrong_grids(params: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_wrong_grids(params: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         grid_of(params)
 
 
 def test_tasks_have_the_values_and_directories_of_their_own(tmp_path: Path) -> None:
-    found = sweep_tasks(grid_of(["lora_r=8,16", "learning_rate=1e-4"]), SweepOptions(), ARGS)
-    assert [task.name for task in found] == ["lora_r-8_learning_rate-0.0001", "lora_r-16_learning_rate-0.0001"]
-    assert found[0].output == str(tmp_path / "out/lora_r-8_learning_rate-0.0001")
-    assert found[0].params == {"lora_r": 8, "learning_rate": 1e-4}
-    assert found[0].options == {"data": str(tmp_path / "a.jsonl"), "model": "demo", "lora_r": 8, "learning_rate": 1e-4}
+    tasks = sweep_tasks(grid_of(["lora_r=8,16", "learning_rate=1e-4"]), SweepOptions(), ARGS)
+    assert [task.name for task in tasks] == ["lora_r-8_learning_rate-0.0001", "lora_r-16_learning_rate-0.0001"]
+    assert tasks[0].output == str(tmp_path / "out/lora_r-8_learning_rate-0.0001")
+    assert tasks[0].params == {"lora_r": 8, "learning_rate": 1e-4}
+    assert tasks[0].options == {"data": str(tmp_path / "a.jsonl"), "model": "demo", "lora_r": 8, "learning_rate": 1e-4}
 
 
 def test_long_or_odd_values_give_numbered_names() -> None:
-    found = sweep_tasks(grid_of(["target_modules=.*(q|v)_proj;" + "q_proj," * 20 + "v_proj"]), SweepOptions(), ARGS)
-    assert [task.name for task in found] == ["trial-1", "trial-2"]
+    tasks = sweep_tasks(grid_of(["target_modules=.*(q|v)_proj;" + "q_proj," * 20 + "v_proj"]), SweepOptions(), ARGS)
+    assert [task.name for task in tasks] == ["trial-1", "trial-2"]
 
 
 def test_max_trials_draws_by_the_seed() -> None:
@@ -102,7 +102,7 @@ def test_max_trials_draws_by_the_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "params", "said"),
+    ("values", "params", "message"),
     [
         ({"data": None}, ["lora_r=1"], "A sweep needs --data"),
         ({"output": None}, ["lora_r=1"], "A sweep needs --output"),
@@ -111,9 +111,9 @@ def test_max_trials_draws_by_the_seed() -> None:
         ({"learning_rate": 1e-4}, ["lr_scheduler_min=1e-3"], "is more than the peak"),
     ],
 )
-def test_wrong_sweeps(values: dict[str, Any], params: list[str], said: str) -> None:
+def test_wrong_sweeps(values: dict[str, Any], params: list[str], message: str) -> None:
     args = TrainingArguments(**{**{"data": "a.jsonl", "output": "out"}, **values})
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         sweep_tasks(grid_of(params), SweepOptions(), args)
 
 
@@ -135,9 +135,9 @@ def test_what_plans_say_about_comparing() -> None:
 
     sweep, same = planned(SweepOptions(), tasks, plans(0))
     assert (sweep.scheduler, same) == ("none", tasks)
-    sweep, found = planned(SweepOptions(scheduler="asha"), tasks, plans(60))
+    sweep, task_options = planned(SweepOptions(scheduler="asha"), tasks, plans(60))
     assert sweep == SweepOptions(scheduler="asha", grace_period=6)
-    assert [task.options["eval_steps"] for task in found] == [6, 3]
+    assert [task.options["eval_steps"] for task in task_options] == [6, 3]
     with pytest.raises(UserError, match="--metric eval_loss needs held-out rows, but a has none"):
         planned(SweepOptions(), tasks, plans(60, heldout=False))
     assert planned(SweepOptions(metric="loss"), tasks, plans(60, heldout=False))[0].metric == "loss"
@@ -145,8 +145,8 @@ def test_what_plans_say_about_comparing() -> None:
         planned(SweepOptions(scheduler="asha"), tasks, plans(0))
     with pytest.raises(UserError, match="--grace-period 100 leaves nothing"):
         planned(SweepOptions(scheduler="asha", grace_period=100), tasks, plans(60))
-    _, found = planned(SweepOptions(scheduler="pbt", perturbation_interval=5), tasks, plans(60))
-    assert [(task.options["eval_steps"], task.options["save_steps"]) for task in found] == [(5, 5), (3, 5)]
+    _, task_options = planned(SweepOptions(scheduler="pbt", perturbation_interval=5), tasks, plans(60))
+    assert [(task.options["eval_steps"], task.options["save_steps"]) for task in task_options] == [(5, 5), (3, 5)]
     with pytest.raises(UserError, match="--param --lora-r cannot be varied with --scheduler pbt"):
         planned(SweepOptions(scheduler="pbt"), [replace(task, params={"lora_r": 4}) for task in tasks], plans(60))
 
@@ -161,12 +161,12 @@ def test_the_best_comes_first_and_failed_ones_last(tmp_path: Path) -> None:
         view("worst", "finished", 3.0), view("failed", "failed", 0.1), view("early", "stopped", 2.0),
         view("best", "finished", 1.0), view("none", "pending", float("nan")), view("other", "finished", 0.0, "s"),
     ]  # fmt: skip
-    assert [one.name for one in ranked(views[:5], "eval_loss")] == ["best", "early", "worst", "failed", "none"]
+    assert [trial.name for trial in ranked(views[:5], "eval_loss")] == ["best", "early", "worst", "failed", "none"]
     run = RunView("r", "me", 0.0, True, sweep=SweepOptions())
     path = write_results(Snapshot(0.0, [run], views, [], []), run)
     assert path == tmp_path / "out/sweep.json"
-    said = json.loads(path.read_text())
-    assert [one["name"] for one in said["adapters"]] == ["best", "early", "worst", "failed", "none"]
-    assert said["adapters"][0]["value"] == 1.0
-    assert said["adapters"][0]["params"] == {"lora_r": 4}
-    assert said["metric"] == "eval_loss"
+    report = json.loads(path.read_text())
+    assert [adapter["name"] for adapter in report["adapters"]] == ["best", "early", "worst", "failed", "none"]
+    assert report["adapters"][0]["value"] == 1.0
+    assert report["adapters"][0]["params"] == {"lora_r": 4}
+    assert report["metric"] == "eval_loss"

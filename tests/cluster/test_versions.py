@@ -18,7 +18,7 @@ OURS = Versions("0.1.0", "a" * 64, "b" * 64, "3.11.7", "2.60.0", "0.32.0 (wgpu-n
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "message"),
     [
         ("python", "3.12.1", "its Python is 3.12.1, not 3.11.7"),
         ("package", "0.2.0", "its wgpu-lora is 0.2.0, not 0.1.0"),
@@ -28,8 +28,8 @@ OURS = Versions("0.1.0", "a" * 64, "b" * 64, "3.11.7", "2.60.0", "0.32.0 (wgpu-n
         ("shaders", "c" * 64, "its wgpu-lora 0.1.0 has other shaders (SHA-256 cccccccccccc..., not bbbbbbbbbbbb...)"),
     ],
 )
-def test_the_first_difference_is_said(field: str, value: str, said: str) -> None:
-    assert (difference(OURS, replace(OURS, **{field: value})) or "").startswith(said)
+def test_the_first_difference_is_said(field: str, value: str, message: str) -> None:
+    assert (difference(OURS, replace(OURS, **{field: value})) or "").startswith(message)
 
 
 def test_every_version_counts_but_the_last_part_of_pythons() -> None:
@@ -51,11 +51,11 @@ def test_the_digests_are_of_all_code_and_all_shaders(tmp_path: Path, monkeypatch
     (package / "cli" / "__pycache__" / "x.py").write_text("compiled")
     monkeypatch.setattr(assets, "asset_dir", lambda name: tmp_path / name)
     monkeypatch.setattr(node_versions, "package_files", lambda: package_files(package))
-    found = own_versions.__wrapped__
-    assert found() == own  # wherever it is
+    digest = own_versions.__wrapped__
+    assert digest() == own  # wherever it is
     shader = next(path for path in (tmp_path / "shaders").rglob("*.wgsl"))
     shader.write_bytes(shader.read_bytes() + b"\n")
-    changed = found()
+    changed = digest()
     assert (changed.code, changed.shaders != own.shaders) == (own.code, True)
     (package / "cluster" / "more.py").write_text("")
-    assert found().code != own.code
+    assert digest().code != own.code

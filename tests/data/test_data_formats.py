@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data import chat, small_tokenizer, trained_text, write_jsonl
 from support.hostile import memory_below
-from support.sources import ids_of, prepared, refused, written
+from support.sources import ids_of, prepared, refused, write_source
 
 from wgpu_lora.data import (
     Tokenizer,
@@ -282,8 +282,8 @@ NAMES = ["self", "source", "template", "variables", "context", "args", "kwargs",
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_may_name_what_it_likes(tmp_path: Path, name: str) -> None:
     row = {"messages": chat("Hi", "Hello"), "chat_template_kwargs": {name: "x"}}
-    found = tokenize_source(write_jsonl(tmp_path / "a.jsonl", row), small_tokenizer("chatml"), max_length=64)
-    assert len(found.rows) == 1
+    data = tokenize_source(write_jsonl(tmp_path / "a.jsonl", row), small_tokenizer("chatml"), max_length=64)
+    assert len(data.rows) == 1
     source = "{% for m in messages %}{{ m.content }}{% endfor %}{{ " + name + " }}"
     if name.isidentifier() and name not in ("class", "self", "loop", "caller", "varargs"):
         backend = small_tokenizer()._backend
@@ -343,9 +343,9 @@ def test_an_implicit_prompt_gives_the_same_pairs(tmp_path: Path, name: str, rows
     expected = ids_of(prepared(python_source(rows), **PAIR))
     null = [{"prompt": None, **row} for row in without_prompt(rows)]
     for form in (rows, without_prompt(rows), *([] if name == "a.csv" else [null])):
-        found = prepared(written(tmp_path / name, in_cells(form) if name == "a.csv" else form), **PAIR)
-        assert ids_of(found) == expected
-        for chosen, rejected in found.samples:
+        data = prepared(write_source(tmp_path / name, in_cells(form) if name == "a.csv" else form), **PAIR)
+        assert ids_of(data) == expected
+        for chosen, rejected in data.samples:
             start = int((chosen.labels != -100).argmax())
             assert chosen.input_ids[:start].tolist() == rejected.input_ids[:start].tolist()
 
@@ -364,25 +364,25 @@ def test_an_answer_is_all_that_follows_its_prompt() -> None:
     assert trained_text(tokenizer, chosen.labels.tolist()) == ["b<|im_end|>\n"]
     assert trained_text(tokenizer, rejected.labels.tolist()) == ["c 0<|im_end|>\n"]
     turns = [{**CHATS[0], "chosen": chat("", "b", "c", "d")[1:]}]
-    found = prepared(python_source(turns), **PAIR, cut=Cut())
-    assert trained_text(tokenizer, found.rows[0].labels.tolist())[0].startswith("b<|im_end|>\n<|im_start|>user\nc")
-    assert not found.account.cut.count
+    data = prepared(python_source(turns), **PAIR, cut=Cut())
+    assert trained_text(tokenizer, data.rows[0].labels.tolist())[0].startswith("b<|im_end|>\n<|im_start|>user\nc")
+    assert not data.account.cut.count
 
 
 def test_tokens_as_trl_stores_them(tmp_path: Path) -> None:
     for name in FILES:
-        found = prepared(written(tmp_path / name, in_cells(TOKENS) if name == "a.csv" else TOKENS), **PAIR)
-        assert ids_of(found) == [[5, 6, 7, 8], [5, 6, 9]]
-        assert [row.labels.tolist() for row in found.rows] == [[-100, -100, 7, 8], [-100, -100, 9]]
+        data = prepared(write_source(tmp_path / name, in_cells(TOKENS) if name == "a.csv" else TOKENS), **PAIR)
+        assert ids_of(data) == [[5, 6, 7, 8], [5, 6, 9]]
+        assert [row.labels.tolist() for row in data.rows] == [[-100, -100, 7, 8], [-100, -100, 9]]
 
 
 def test_labelled_answers() -> None:
     rows = [{"prompt": "a", "completion": "b", "label": good} for good in (True, False)]
     rows += [{"prompt_ids": [5], "completion_ids": [7], "label": 0}]
     rows += [{"prompt": chat("a"), "completion": chat("", "b")[1:], "label": True}]
-    found = prepared(python_source(rows), formats=LABELLED)
-    assert found.values == (1.0, -1.0, -1.0, 1.0)
-    assert ids_of(found)[2] == [5, 7]
+    data = prepared(python_source(rows), formats=LABELLED)
+    assert data.values == (1.0, -1.0, -1.0, 1.0)
+    assert ids_of(data)[2] == [5, 7]
 
 
 # What TRL's extract_prompt (version 1.16) takes as the prompt of these.
@@ -430,7 +430,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("row", "words"), BAD, ids=range(len(BAD)))
 def test_rows_without_a_pair_are_refused(tmp_path: Path, row: dict[str, Any], words: str) -> None:
-    path = written(tmp_path / "a.jsonl", [TEXTS[0], row])
+    path = write_source(tmp_path / "a.jsonl", [TEXTS[0], row])
     assert refused(path, **PAIR).startswith(f"{path}, line 2: {words}")
     assert len(prepared(path, **PAIR, skip_bad_rows=True).samples) == 1
 

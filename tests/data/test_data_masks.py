@@ -130,8 +130,8 @@ def test_marks_of_reasoning_are_refused_where_thinking_is_off():
             rows(row, "chatml", chat_template_kwargs={"enable_thinking": False})
     with pytest.raises(UserError, match="left in trained text"):
         rows({**reasoned, "chat_template_kwargs": {"enable_thinking": False}}, "chatml")
-    asked = {"messages": chat("<think>", "Hello")}  # a question is not trained
-    rows(asked, "chatml", chat_template_kwargs={"enable_thinking": False})
+    question = {"messages": chat("<think>", "Hello")}  # a question is not trained
+    rows(question, "chatml", chat_template_kwargs={"enable_thinking": False})
 
 
 def test_a_template_that_forgets_thinking_gives_a_row_for_each_turn():
@@ -258,15 +258,15 @@ CHATS = st.lists(WORDS, min_size=1, max_size=5).map(lambda texts: chat(*texts))
 @given(CHATS, st.sampled_from(["chatml", "chatml_marked", "thinking", "strict"]))
 def test_what_is_learnt_is_what_the_assistant_says(messages, template):
     tokenizer = small_tokenizer(template)
-    said = [message["content"] for message in messages if message["role"] == "assistant"]
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
     pairs = rows({"messages": messages}, template)
     for ids, labels in pairs:
         assert len(ids) == len(labels)
         assert all(label in (UNTRAINED, token) for token, label in zip(ids, labels, strict=True))
     texts = [text for _, labels in pairs for text in trained_text(tokenizer, labels)]
     end = {"strict": "</s>"}.get(template, "<|im_end|>")
-    assert len(texts) == len(said)
-    for text, words in zip(texts, said, strict=True):
+    assert len(texts) == len(answers)
+    for text, words in zip(texts, answers, strict=True):
         learnt = text.removeprefix("<think>\n\n</think>\n\n").removesuffix(end)
         # A token may hold the end of the template's own header and the newlines that an answer begins with.
         assert learnt.removeprefix(" " if template == "strict" else "").lstrip("\n") == words.lstrip("\n")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.cli import Run
 from support.data import chat, write_jsonl
 from support.preparing import ALIKE, ROWS, prepared, reasons, rows_of, run
-from support.sources import written
+from support.sources import write_source
 
 from wgpu_lora.data.curation import Preparation, prepare_files
 from wgpu_lora.data.curation.deduplication import normalize_text
@@ -31,9 +31,9 @@ from wgpu_lora.tokenizer.reasoning import marker_in, without_thinking
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz"])
 def test_rows_of_every_format_keep_all_columns(tmp_path: Path, name: str) -> None:
-    run(tmp_path, written(tmp_path / name, ROWS[:3]))
-    found = rows_of(tmp_path)
-    assert [{**row, "id": int(row["id"])} for row in found] == ROWS[:3]
+    run(tmp_path, write_source(tmp_path / name, ROWS[:3]))
+    rows = rows_of(tmp_path)
+    assert [{**row, "id": int(row["id"])} for row in rows] == ROWS[:3]
 
 
 def test_kinds_are_kept_apart(tmp_path: Path) -> None:
@@ -93,19 +93,19 @@ def test_rows_that_cannot_be_used_are_rejected(tmp_path: Path) -> None:
     for (line, reason), (number, (_, words)) in zip(reasons(tmp_path), enumerate(BAD, start=2), strict=True):
         assert line == number
         assert reason.startswith(words)
-    found = [row["file"] for row in rows_of(tmp_path, "rejected.jsonl")]
-    assert set(found) == {str(path)}
+    files = [row["file"] for row in rows_of(tmp_path, "rejected.jsonl")]
+    assert set(files) == {str(path)}
 
 
 def test_reasons_are_counted_without_the_details_that_differ(tmp_path: Path) -> None:
     rows = [{"text": "a" * length} for length in (11, 12)]
-    one = prepared(tmp_path, {"text": "a"}, rows[0], max_characters=10)
-    assert one["reasons"] == {"it has 11 characters, more than 10; split it.": 1}
-    both = prepared(tmp_path, {"text": "a"}, *rows, max_characters=10)
-    assert both["reasons"] == {"it has N characters, more than N; split it.": 2}
+    single = prepared(tmp_path, {"text": "a"}, rows[0], max_characters=10)
+    assert single["reasons"] == {"it has 11 characters, more than 10; split it.": 1}
+    report = prepared(tmp_path, {"text": "a"}, *rows, max_characters=10)
+    assert report["reasons"] == {"it has N characters, more than N; split it.": 2}
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n{"text": "bb\xff"}')
-    found = run(tmp_path, tmp_path / "x.jsonl")
-    assert found["reasons"] == {"not valid UTF-8 (byte N); save the file as UTF-8.": 2}
+    non_utf8 = run(tmp_path, tmp_path / "x.jsonl")
+    assert non_utf8["reasons"] == {"not valid UTF-8 (byte N); save the file as UTF-8.": 2}
 
 
 def test_values_that_json_lacks(tmp_path: Path) -> None:
@@ -120,13 +120,13 @@ def test_values_that_json_lacks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "kept", "removed"),
+    ("mode", "indices", "removed"),
     [("normalized", [0, 3], (1, 1)), ("exact", [0, 2, 3], (1, 0)), ("keep", range(4), (0, 0))],
 )
-def test_duplicates_across_files(tmp_path: Path, mode: str, kept: list[int], removed: tuple[int, int]) -> None:
+def test_duplicates_across_files(tmp_path: Path, mode: str, indices: list[int], removed: tuple[int, int]) -> None:
     paths = [write_jsonl(tmp_path / f"{i}.jsonl", row) for i, row in enumerate(ALIKE)]
     report = run(tmp_path, *paths, duplicates=mode)
-    assert rows_of(tmp_path) == [ALIKE[i] for i in kept]
+    assert rows_of(tmp_path) == [ALIKE[i] for i in indices]
     assert report["duplicates"] == {"exact": removed[0], "normalized": removed[1], "near": 0}
     if mode != "keep":
         assert report["duplicates_shown"][0]["of"] == {"file": str(paths[0]), "number": 1}
@@ -194,7 +194,7 @@ def test_system_messages_are_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "left"),
+    ("text", "expected"),
     [
         ("<think>a</think>b", "b"),
         ("a</think>\n\nb", "b"),
@@ -210,13 +210,13 @@ def test_system_messages_are_dropped(tmp_path: Path) -> None:
         ("<think>a</think>b</think>c", None),
     ],
 )
-def test_reasoning_is_dropped_from_a_text(text: str, left: str | None) -> None:
-    if left is None:
+def test_reasoning_is_dropped_from_a_text(text: str, expected: str | None) -> None:
+    if expected is None:
         with pytest.raises(UserError, match="reasoning"):
             without_thinking(text)
     else:
-        assert without_thinking(text) == left
-        assert marker_in(left) is None
+        assert without_thinking(text) == expected
+        assert marker_in(expected) is None
 
 
 def test_reasoning_is_dropped_from_answers_only(tmp_path: Path) -> None:
@@ -301,13 +301,13 @@ def test_groups_are_held_out_together(tmp_path: Path) -> None:
 def test_no_more_rows_than_asked_are_held_out(sizes: list[int]) -> None:
     keys = np.repeat(np.arange(len(sizes), dtype=np.uint64), sizes)
     for seed in range(20):
-        for wanted in range(1, len(keys)):
-            found = validation_mask(keys, float(wanted), seed)
-            assert len({*keys[found]} & {*keys[~found]}) == 0
-            assert 0 < found.sum() < len(keys)
-            assert found.sum() <= max(wanted, min(sizes))
+        for count in range(1, len(keys)):
+            mask = validation_mask(keys, float(count), seed)
+            assert len({*keys[mask]} & {*keys[~mask]}) == 0
+            assert 0 < mask.sum() < len(keys)
+            assert mask.sum() <= max(count, min(sizes))
             if min(sizes) == 1 == max(sizes):
-                assert found.sum() == wanted
+                assert mask.sum() == count
 
 
 # -- `data prepare` ----------------------------------------------------------------------------------------------------
@@ -317,14 +317,14 @@ def test_folders_patterns_and_files(tmp_path: Path) -> None:
     place = tmp_path / "data"
     for i, name in enumerate(["b/x.jsonl", "a.csv", ".hidden.jsonl", "b/.git/x.jsonl", "c.jsonl.gz"]):
         (place / name).parent.mkdir(parents=True, exist_ok=True)
-        written(place / name, ROWS[i : i + 1])
+        write_source(place / name, ROWS[i : i + 1])
     (place / "notes.md").write_text("no rows")
     (place / "empty.jsonl").write_text("")
     (place / "blank.jsonl").write_text("\n\n")
     (place / "loop").symlink_to(place)
     (place / "pipe.jsonl").symlink_to(os.devnull)
     report = run(tmp_path, place, place / "a.csv", place / "b" / ".." / "a.csv")
-    assert [Path(one["name"]).name for one in report["inputs"]] == [
+    assert [Path(source["name"]).name for source in report["inputs"]] == [
         "a.csv",
         "blank.jsonl",
         "c.jsonl.gz",
@@ -354,7 +354,7 @@ def test_folders_patterns_and_files(tmp_path: Path) -> None:
 
 def test_damaged_files_are_refused_as_a_whole(tmp_path: Path) -> None:
     good = write_jsonl(tmp_path / "good.jsonl", *ROWS)
-    gz = written(tmp_path / "a.jsonl.gz", ROWS)
+    gz = write_source(tmp_path / "a.jsonl.gz", ROWS)
     gz.write_bytes(gz.read_bytes()[:-20])
     (tmp_path / "b.json").write_text('[{"text": "a"}, {"text": ')
     (tmp_path / "c.jsonl").write_bytes('{"text": "a"}'.encode("utf-16"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.sources import written
+from support.sources import write_source
 
 from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.data import Tokenizer, tokenize_source
@@ -36,7 +36,7 @@ def test_prompts_are_worded_as_in_generation(tmp_path: Path) -> None:
     """Messages with the header of the answer, texts as they are; a prompt that is too long keeps its end."""
     tokenizer = Tokenizer.load(DEMO_MODEL)
     assert tokenizer is not None
-    path = written(
+    path = write_source(
         tmp_path / "rows.jsonl", [{"prompt": ASKED, "check": "c"}, {"prompt": "def add(a, b):", "check": "d"}]
     )
     data = tokenize_source(path, tokenizer, max_length=512, formats=PROMPTS, cut=Cut(mode=KEEP_END))

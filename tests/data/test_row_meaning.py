@@ -131,9 +131,9 @@ CALL_TURN, FUNCTIONS = {"from": "function_call", "value": json.dumps(OLDER)}, '[
     ],
 )  # fmt: skip
 def test_calls_and_schemas_of_every_spelling_become_tool_calls_and_tools(row: dict[str, Any]) -> None:
-    found = normal(**row)
-    assert found.messages == [*chat("a"), {"role": "assistant", "content": None, "tool_calls": [CALL]}]
-    assert (found.tools, found.trained) == ([SCHEMA], {1})
+    example = normal(**row)
+    assert example.messages == [*chat("a"), {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    assert (example.tools, example.trained) == ([SCHEMA], {1})
     assert trained(row, with_template(TOOLS)) == ['<call>area({"w": 3})</call><|im_end|>']
 
 
@@ -150,11 +150,11 @@ def test_calls_and_schemas_of_every_spelling_become_tool_calls_and_tools(row: di
 )
 def test_calls_have_one_form(call: dict[str, Any], arguments: Any) -> None:
     [_, turn] = normal(messages=[*chat("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]).messages
-    [made] = turn["tool_calls"]
-    assert made["function"] == {"name": "area", "arguments": arguments}
+    [tool_call] = turn["tool_calls"]
+    assert tool_call["function"] == {"name": "area", "arguments": arguments}
     if "function" not in call:
         older = {"role": "assistant", "content": "", "function_call": call}
-        assert normal(messages=[*chat("a"), older]).messages[1]["tool_calls"][0]["function"] == made["function"]
+        assert normal(messages=[*chat("a"), older]).messages[1]["tool_calls"][0]["function"] == tool_call["function"]
 
 
 @pytest.mark.parametrize(
@@ -173,17 +173,17 @@ def test_schemas_of_either_form_in_functions_are_tools() -> None:
 def test_a_system_column_means_the_same_in_every_spelling_and_unused_columns_are_named(tmp_path: Path) -> None:
     for key, turn in SPELLINGS.items():
         messages = [turn(role, text, {}) for role, text in TURNS]
-        found = normal(**{key.strip(): messages, "system": "Be kind."})
-        assert found.messages[0] == {"role": "system", "content": "Be kind."}
-        assert found.trained == {2, 4}
+        example = normal(**{key.strip(): messages, "system": "Be kind."})
+        assert example.messages[0] == {"role": "system", "content": "Be kind."}
+        assert example.trained == {2, 4}
     rows = [
         {"prompt": "q", "completion": "a", "system": "s"},
         {"instruction": "q", "output": "a", "history": [["a", "b"]]},
         {"messages": chat("q", "a"), "mask": [1]},
     ]
-    said = prepared(write_jsonl(tmp_path / "a.jsonl", *rows)).summary()
+    summary = prepared(write_jsonl(tmp_path / "a.jsonl", *rows)).summary()
     for name, line in (("system", 1), ("history", 2), ("mask", 3)):
-        assert f"the column '{name}' is not used (line {line})" in said
+        assert f"the column '{name}' is not used (line {line})" in summary
 
 
 def test_fields_and_roles_of_turns_are_kept() -> None:
@@ -193,11 +193,11 @@ def test_fields_and_roles_of_turns_are_kept() -> None:
         {"from": "observation", "value": '{"area": 9}', "name": "area"},
         {"from": "gpt", "value": "It is 9.", "reasoning_content": "3 * 3"},
     ]
-    found = normal(conversations=turns)
-    assert found.messages[0] == {"role": "user", "content": "area?", "name": "Ann"}
-    assert [call["function"]["name"] for call in found.messages[1]["tool_calls"]] == ["f", "g"]
-    assert found.messages[2] == {"role": "tool", "content": '{"area": 9}', "name": "area"}
-    assert found.messages[3] == {"role": "assistant", "content": "It is 9.", "reasoning_content": "3 * 3"}
+    example = normal(conversations=turns)
+    assert example.messages[0] == {"role": "user", "content": "area?", "name": "Ann"}
+    assert [call["function"]["name"] for call in example.messages[1]["tool_calls"]] == ["f", "g"]
+    assert example.messages[2] == {"role": "tool", "content": '{"area": 9}', "name": "area"}
+    assert example.messages[3] == {"role": "assistant", "content": "It is 9.", "reasoning_content": "3 * 3"}
     assert (
         normal(messages=[*chat("a"), {"role": "function", "name": "f", "content": "1"}]).messages[1]["role"] == "tool"
     )
@@ -262,8 +262,8 @@ def test_what_leaves_no_trace_is_named_and_never_trained_as_silence(
     template: str, turns: list[dict[str, Any]], unrendered: set[str], untrained: int, texts: list[str] | None
 ) -> None:
     row = {"messages": [{"role": "system", "content": "Be brief."}, *chat("area?"), *turns], "tools": [SCHEMA]}
-    [found] = tokenize_examples([parse_example(row)], with_template(template))
-    assert (found.unrendered, found.untrained_turns) == (unrendered, untrained)
+    [example] = tokenize_examples([parse_example(row)], with_template(template))
+    assert (example.unrendered, example.untrained_turns) == (unrendered, untrained)
     assert texts is None or trained(row, with_template(template)) == texts
 
 
@@ -284,8 +284,8 @@ def test_a_row_whose_answer_is_not_rendered_is_refused(
     path = write_jsonl(tmp_path / "a.jsonl", row, {"messages": chat("a", "b")})
     with pytest.raises(UserError, match=words):
         tokenize_source(path, with_template(template), max_length=64, completion_only_loss=completion_only_loss)
-    kept = tokenize_source(path, with_template(TOOLS), max_length=99, completion_only_loss=completion_only_loss)
-    assert len(kept.rows) == 2
+    data = tokenize_source(path, with_template(TOOLS), max_length=99, completion_only_loss=completion_only_loss)
+    assert len(data.rows) == 2
 
 
 SHORT = CHATML.replace("message['content']", "message['content'][:5]")
@@ -305,9 +305,9 @@ NAMES = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CHATML
 def test_a_part_that_is_left_out_is_told_from_the_whole(
     template: str, row: dict[str, Any], unrendered: set[str]
 ) -> None:
-    [found] = tokenize_examples([parse_example(row)], with_template(template))
-    assert found.unrendered == unrendered
-    assert found.pairs
+    [example] = tokenize_examples([parse_example(row)], with_template(template))
+    assert example.unrendered == unrendered
+    assert example.pairs
 
 
 def test_turns_cut_one_by_one_are_not_trained_on_as_empty_answers() -> None:
@@ -328,10 +328,10 @@ def test_an_answer_that_the_template_strips_is_not_trained_on() -> None:
 
 def test_summary_names_what_is_left_out(tmp_path: Path) -> None:
     rows = [{"messages": [*chat("q"), {**ASSISTANT, "tool_calls": [CALL]}, *RESULT], "tools": [SCHEMA]}] * 2
-    said = prepared(write_jsonl(tmp_path / "a.jsonl", *rows)).summary()
-    assert "the chat template leaves out 'tool_calls' of 2 rows (lines 1, 2), " in said
-    assert "the chat template leaves out 'tools' of 2 rows" in said
-    assert "2 such answers not trained on (lines 1, 2)" in said
+    summary = prepared(write_jsonl(tmp_path / "a.jsonl", *rows)).summary()
+    assert "the chat template leaves out 'tool_calls' of 2 rows (lines 1, 2), " in summary
+    assert "the chat template leaves out 'tools' of 2 rows" in summary
+    assert "2 such answers not trained on (lines 1, 2)" in summary
 
 
 @pytest.mark.parametrize("source", ["", "hello", "{% for m in messages %}{{ m.role }}{% endfor %}"])
@@ -393,8 +393,8 @@ def test_a_text_that_brings_its_bos_gets_no_second_one(tmp_path: Path, row: dict
     [(plain, _)] = tokenize_example(parse_example({k: v.removeprefix("<s>") for k, v in row.items()}), tokenizer)
     assert ids == plain
     assert not any(pair == (tokenizer.bos_id, tokenizer.bos_id) for pair in pairwise(ids))
-    said = tokenize_source(write_jsonl(tmp_path / "a.jsonl", row), tokenizer, max_length=64).summary()
-    assert "texts that begin with a beginning-of-text token get no second one (line 1)" in said
+    summary = tokenize_source(write_jsonl(tmp_path / "a.jsonl", row), tokenizer, max_length=64).summary()
+    assert "texts that begin with a beginning-of-text token get no second one (line 1)" in summary
 
 
 def test_bos_in_a_completion_and_eos_before_white_space_are_not_doubled() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support import ROOT
 from support.data import chat
 from support.hostile import memory_below
-from support.sources import ROWS, ids_of, prepared, refused, written
+from support.sources import ROWS, ids_of, prepared, refused, write_source
 
 from wgpu_lora.data import heldout_data, json_rows, python_source, training_data
 from wgpu_lora.data.compressed_files import MIN_GROWN
@@ -32,11 +32,11 @@ FORMATS = ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz", "a.
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     expected = prepared(python_source(ROWS))
-    found = prepared(written(tmp_path / name))
-    assert ids_of(found) == ids_of(expected)
-    assert found.account.examples == 5
-    assert found.digest != expected.digest  # of the bytes
-    assert found.summary().startswith(f"{name}: 5 examples, 5 rows; ")
+    data = prepared(write_source(tmp_path / name))
+    assert ids_of(data) == ids_of(expected)
+    assert data.account.examples == 5
+    assert data.digest != expected.digest  # of the bytes
+    assert data.summary().startswith(f"{name}: 5 examples, 5 rows; ")
 
 
 # -- JSON arrays -------------------------------------------------------------------------------------------------------
@@ -57,14 +57,14 @@ def test_arrays_are_read_as_json_reads_them(tmp_path_factory, rows, indent, chun
     whole = json_rows._CHUNK
     json_rows._CHUNK = chunk
     try:
-        found = list(json_rows.read_array(path))
+        elements = list(json_rows.read_array(path))
     finally:
         json_rows._CHUNK = whole
-    assert [row for _, row in found] == rows
-    assert [place.number for place, _ in found] == list(range(1, len(rows) + 1))
+    assert [row for _, row in elements] == rows
+    assert [place.number for place, _ in elements] == list(range(1, len(rows) + 1))
     if indent:
         text = path.read_text(encoding="utf-8").split("\n")
-        assert all(text[place.line - 1].startswith(" {") for place, _ in found)
+        assert all(text[place.line - 1].startswith(" {") for place, _ in elements)
 
 
 @pytest.mark.parametrize(
@@ -100,17 +100,17 @@ def test_an_array_in_a_jsonl_file_is_said_to_be_read_as_rows(tmp_path: Path) -> 
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(ROWS))
     assert prepared(path).notes == ("a.jsonl is a JSON array, whose elements are read as rows",)
-    assert prepared(written(tmp_path / "b.json")).notes == ()
+    assert prepared(write_source(tmp_path / "b.json")).notes == ()
 
 
 def test_an_element_that_is_too_long_is_not_held(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(b'[{"text": "a"}, {"text": "' + b"a" * (60 << 20) + b'"}, {"text": "b"}]')
     with memory_below(56 << 20):
-        found = [row for _, row in json_rows.read_array(path)]
-    assert found[::2] == [{"text": "a"}, {"text": "b"}]
-    assert isinstance(found[1], BadRow)
-    assert "longer than 16 MiB" in found[1].reason
+        elements = [row for _, row in json_rows.read_array(path)]
+    assert elements[::2] == [{"text": "a"}, {"text": "b"}]
+    assert isinstance(elements[1], BadRow)
+    assert "longer than 16 MiB" in elements[1].reason
 
 
 # -- CSV ---------------------------------------------------------------------------------------------------------------
@@ -134,15 +134,15 @@ def test_tables(tmp_path: Path, text: bytes) -> None:
 
 
 def test_cells_are_messages_all_or_none(tmp_path: Path) -> None:
-    asked, said = chat("a", "b")[:1], chat("a", "b")[1:]
-    cases = [(asked, said), (asked, "b"), ("a", said), (asked, ""), ("a", "b")]
+    prompts, completions = chat("a", "b")[:1], chat("a", "b")[1:]
+    cases = [(prompts, completions), (prompts, "b"), ("a", completions), (prompts, ""), ("a", "b")]
     path = tmp_path / "a.csv"
     with path.open("w", newline="") as file:
-        csv.writer(file).writerows([("prompt", "completion"), *([_cell(one) for one in pair] for pair in cases)])
-    wanted = [{"prompt": asked, "completion": said}]
-    wanted += [{"prompt": _cell(prompt), "completion": _cell(completion)} for prompt, completion in cases[1:]]
-    assert [row for _, row in file_source(path).rows(EXAMPLES)] == wanted
-    assert next(iter(file_source(path).rows(prompt_file.FORMATS)))[1]["prompt"] == asked
+        csv.writer(file).writerows([("prompt", "completion"), *([_cell(cell) for cell in pair] for pair in cases)])
+    expected = [{"prompt": prompts, "completion": completions}]
+    expected += [{"prompt": _cell(prompt), "completion": _cell(completion)} for prompt, completion in cases[1:]]
+    assert [row for _, row in file_source(path).rows(EXAMPLES)] == expected
+    assert next(iter(file_source(path).rows(prompt_file.FORMATS)))[1]["prompt"] == prompts
 
 
 def _cell(value: Any) -> str:
@@ -182,15 +182,15 @@ def test_tables_that_are_wrong(tmp_path: Path, text: bytes, words: str) -> None:
 
 def test_lists_in_cells(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"messages": chat("a", "b"), "tools": None}]
-    path = written(tmp_path / "a.csv", [{"messages": json.dumps(rows[0]["messages"]), "tools": ""}])
+    path = write_source(tmp_path / "a.csv", [{"messages": json.dumps(rows[0]["messages"]), "tools": ""}])
     assert ids_of(prepared(path)) == ids_of(prepared(python_source(rows)))
     prompt, answer = chat("a", "b")
     rows = [{"prompt": [prompt], "completion": [answer]}, {"prompt": '["role"]', "completion": '[{"role": "x"'}]
     cells = [
         {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()} for row in rows
     ]
-    assert ids_of(prepared(written(path, cells))) == ids_of(prepared(python_source(rows)))
-    path = written(tmp_path / "b.csv", [{"input_ids": "[1, 2, 3]", "labels": "[-100, 2, 3]"}])
+    assert ids_of(prepared(write_source(path, cells))) == ids_of(prepared(python_source(rows)))
+    path = write_source(tmp_path / "b.csv", [{"input_ids": "[1, 2, 3]", "labels": "[-100, 2, 3]"}])
     assert ids_of(prepared(path)) == [[1, 2, 3]]
 
 
@@ -199,23 +199,23 @@ def test_lists_in_cells(tmp_path: Path) -> None:
 
 def test_null_fields_that_a_table_adds_are_none(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    said = [[*chat("a", "b")], [*chat("a"), {"role": "assistant", "content": "", "tool_calls": [call], "weight": 1}]]
-    rows: list[dict[str, Any]] = [{"messages": messages, "text": None} for messages in said]
+    chats = [[*chat("a", "b")], [*chat("a"), {"role": "assistant", "content": "", "tool_calls": [call], "weight": 1}]]
+    rows: list[dict[str, Any]] = [{"messages": messages, "text": None} for messages in chats]
     rows.append({"messages": None, "text": "c"})
     expected = prepared(python_source(rows), template="thinking")
-    assert ids_of(prepared(written(tmp_path / "a.parquet", rows), template="thinking")) == ids_of(expected)
+    assert ids_of(prepared(write_source(tmp_path / "a.parquet", rows), template="thinking")) == ids_of(expected)
     datasets = pytest.importorskip("datasets")
     assert ids_of(prepared(python_source(datasets.Dataset.from_list(rows)), template="thinking")) == ids_of(expected)
 
 
 def test_parquet_that_is_damaged_or_lacks_columns(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.parquet")
+    path = write_source(tmp_path / "a.parquet")
     whole = path.read_bytes()
     for damaged in (whole[: len(whole) // 2], whole[:4] + b"\xff" * 40 + whole[44:], b"PAR1" * 5, b"no"):
         path.write_bytes(damaged)
         assert "cannot be read as Parquet (" in refused(path)
-    assert "the columns are 'q', but the formats" in refused(written(tmp_path / "b.parquet", [{"q": "a"}]))
-    assert "row 2: 'text' is null" in refused(written(tmp_path / "c.parquet", [{"text": "a"}, {"text": None}]))
+    assert "the columns are 'q', but the formats" in refused(write_source(tmp_path / "b.parquet", [{"q": "a"}]))
+    assert "row 2: 'text' is null" in refused(write_source(tmp_path / "c.parquet", [{"text": "a"}, {"text": None}]))
 
 
 @pytest.mark.parametrize("module", ["pyarrow", "datasets"])
@@ -249,7 +249,7 @@ def test_files_of_other_kinds(tmp_path: Path, data: bytes, words: str) -> None:
 # -- what is found -----------------------------------------------------------------------------------------------------
 
 
-def found(data: Path | str, *arguments: Any, **options: Any) -> tuple[str, str | None, tuple[str, ...]]:
+def training_files(data: Path | str, *arguments: Any, **options: Any) -> tuple[str, str | None, tuple[str, ...]]:
     source, heldout = training_data(data, *arguments, **options)
     return source.name, heldout and heldout.name, source.notes
 
@@ -257,25 +257,25 @@ def found(data: Path | str, *arguments: Any, **options: Any) -> tuple[str, str |
 def test_files_beside_the_training_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no train\.jsonl .*it holds no data"):
         training_data(tmp_path)
-    written(tmp_path / "mine.csv")
+    write_source(tmp_path / "mine.csv")
     with pytest.raises(UserError, match=r"it holds mine\.csv: name the file itself"):
         training_data(tmp_path)
-    train = written(tmp_path / "train.jsonl")
-    assert found(train) == found(tmp_path) == ("train.jsonl", None, ())
-    written(tmp_path / "test.csv")
+    train = write_source(tmp_path / "train.jsonl")
+    assert training_files(train) == training_files(tmp_path) == ("train.jsonl", None, ())
+    write_source(tmp_path / "test.csv")
     unused = "{} beside train.jsonl {} not used; use eval_data for held-out rows"
-    assert found(tmp_path) == ("train.jsonl", None, (unused.format("test.csv", "is"),))
+    assert training_files(tmp_path) == ("train.jsonl", None, (unused.format("test.csv", "is"),))
     for name in ("dev.jsonl", "val.parquet", "val.json", "validation.jsonl", "train.csv"):
-        written(tmp_path / name)
+        write_source(tmp_path / name)
     expected = unused.format("train.csv, val.parquet, val.json, dev.jsonl and test.csv", "are")
-    source, heldout, notes = found(tmp_path)
+    source, heldout, notes = training_files(tmp_path)
     assert (source, heldout) == ("train.jsonl", "validation.jsonl")
     assert set(notes[0].replace(" and ", ", ").split(", ")) == set(expected.replace(" and ", ", ").split(", "))
-    assert found(train)[1] is None
-    assert "validation.jsonl" in found(train)[2][0]
-    assert found(tmp_path, train) == ("train.jsonl", "train.jsonl", ())
-    assert found(tmp_path, eval_split="test") == ("train.jsonl", "test.csv", ())
-    assert found(tmp_path, split="test") == ("test.csv", None, ())
+    assert training_files(train)[1] is None
+    assert "validation.jsonl" in training_files(train)[2][0]
+    assert training_files(tmp_path, train) == ("train.jsonl", "train.jsonl", ())
+    assert training_files(tmp_path, eval_split="test") == ("train.jsonl", "test.csv", ())
+    assert training_files(tmp_path, split="test") == ("test.csv", None, ())
     assert heldout_data(tmp_path).name == "validation.jsonl"
     assert heldout_data(tmp_path, "test").name == "test.csv"
     with pytest.raises(UserError, match=r"has no split 'nope': choose one of"):
@@ -302,11 +302,11 @@ class Hub:
     """Stands in for `datasets`, and returns a dataset or raises an error."""
 
     def __init__(self, answer: Any):
-        self.answer, self.asked = answer, []
+        self.answer, self.requests = answer, []
         self.disable_progress_bars = lambda: None
 
     def load_dataset(self, name: str, config: str | None, split: str | None) -> Any:
-        self.asked.append((name, config, split))
+        self.requests.append((name, config, split))
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer if split is None else self.answer["train"]
@@ -322,8 +322,8 @@ def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert prepared(source).digest == prepared(python_source([dict(reversed(row.items())) for row in ROWS])).digest
     assert (source.path, heldout.path) == ("some-one/some-rows (train)", "some-one/some-rows (validation)")
     assert source.notes[0].startswith("some-one/some-rows (test) beside some-one/some-rows (train) is not used")
-    one, nothing = training_data("some-one/some-rows", split="train[:9]", dataset_config="main")
-    assert (one.name, nothing, hub.asked[-1]) == (
+    train_source, nothing = training_data("some-one/some-rows", split="train[:9]", dataset_config="main")
+    assert (train_source.name, nothing, hub.requests[-1]) == (
         "some-one/some-rows (train[:9])",
         None,
         ("some-one/some-rows", "main", "train[:9]"),

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 from support.cli import QWEN2, ROWS, SMALL, Run, flags, write_rows
 from support.data import chat, small_tokenizer, write_jsonl
-from support.sources import prepared, refused, written
+from support.sources import prepared, refused, write_source
 
 import wgpu_lora
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
@@ -36,9 +36,9 @@ def test_empty_answers_are_left_out(tmp_path: Path, completion_only_loss: bool) 
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     good = [{"messages": [*chat("a"), call]}, {"prompt": "", "completion": "b"}, {"text": "c"}]
     path = write_jsonl(tmp_path / "a.jsonl", *EMPTY, *good)
-    kept = prepared(path, completion_only_loss=completion_only_loss, template="thinking", max_length=99)
-    assert [row.index for row in kept.rows] == [7, 8, 9]
-    assert kept.summary().startswith(
+    data = prepared(path, completion_only_loss=completion_only_loss, template="thinking", max_length=99)
+    assert [row.index for row in data.rows] == [7, 8, 9]
+    assert data.summary().startswith(
         "a.jsonl: 10 examples, 3 rows, 7 skipped for an empty answer (lines 1, 2, 3, ...); "
     )
     write_jsonl(path, *EMPTY[:2])
@@ -49,11 +49,11 @@ def test_empty_answers_are_left_out(tmp_path: Path, completion_only_loss: bool) 
 def test_one_empty_answer_of_several_is_not_learnt(tmp_path: Path, template: str) -> None:
     turns = chat("a", "", "c", "d")
     path = write_jsonl(tmp_path / "a.jsonl", {"messages": turns})
-    found = tokenize_source(path, small_tokenizer(template), max_length=64)
-    assert "1 empty turn not trained on (line 1);" in found.summary()
+    data = tokenize_source(path, small_tokenizer(template), max_length=64)
+    assert "1 empty turn not trained on (line 1);" in data.summary()
     turns[1]["weight"] = 0
     silent = tokenize_source(write_jsonl(path, {"messages": turns}), small_tokenizer(template), max_length=64)
-    assert [row.labels.tolist() for row in found.rows] == [row.labels.tolist() for row in silent.rows]
+    assert [row.labels.tolist() for row in data.rows] == [row.labels.tolist() for row in silent.rows]
     assert "empty" not in silent.summary()
     whole = {"completion_only_loss": False}  # then the empty one would be learnt with the rest
     del turns[1]["weight"]
@@ -64,9 +64,9 @@ def test_one_empty_answer_of_several_is_not_learnt(tmp_path: Path, template: str
 def test_repeated_rows_are_counted_and_kept(tmp_path: Path) -> None:
     row = {"prompt": "a", "completion": "b"}
     path = write_jsonl(tmp_path / "a.jsonl", row, {**row, "id": 1}, dict(reversed(row.items())), row)
-    found = prepared(path)
-    assert len(found.rows) == 4
-    assert ", 4 rows, 2 repeat an earlier row (lines 3, 4); " in found.summary()
+    data = prepared(path)
+    assert len(data.rows) == 4
+    assert ", 4 rows, 2 repeat an earlier row (lines 3, 4); " in data.summary()
 
 
 def test_bad_rows_are_told_together_or_set_aside(tmp_path: Path) -> None:
@@ -80,25 +80,25 @@ def test_bad_rows_are_told_together_or_set_aside(tmp_path: Path) -> None:
     ]
     lines = ['{"text": "a"}', *bad, '{"text": "b"}']
     path.write_text("\n".join(lines))
-    told = refused(path).split("\n  ")
-    assert told[0] == f"{path} has 5 rows that cannot be used; fix them, or skip them with skip_bad_rows:"
-    assert [line.split(":")[0] for line in told[1:]] == [f"line {i}" for i in range(2, 7)]
+    message_lines = refused(path).split("\n  ")
+    assert message_lines[0] == f"{path} has 5 rows that cannot be used; fix them, or skip them with skip_bad_rows:"
+    assert [line.split(":")[0] for line in message_lines[1:]] == [f"line {i}" for i in range(2, 7)]
     path.write_text("\n".join([*lines, *['{"text": 2}'] * 200]))
-    told = refused(path).split("\n  ")
-    assert "has 205 rows" in told[0]
-    assert told[1].startswith("lines 2, 8, 9, 10, 11, 12: 'text' is a number")
-    assert told[-1] == "and 195 more"
+    message_lines = refused(path).split("\n  ")
+    assert "has 205 rows" in message_lines[0]
+    assert message_lines[1].startswith("lines 2, 8, 9, 10, 11, 12: 'text' is a number")
+    assert message_lines[-1] == "and 195 more"
 
     path.write_text("\n".join(lines))
-    found = prepared(path, skip_bad_rows=True)
-    assert [row.index for row in found.rows] == [0, 6]
-    assert "7 examples, 2 rows, 5 bad rows skipped (lines 2, 3, 4, ...); " in found.summary()
-    kept = [json.loads(line) for line in (skipped_rows([found.account]) or b"").splitlines()]
-    assert [row["line"] for row in kept] == [2, 3, 4, 5, 6]
+    data = prepared(path, skip_bad_rows=True)
+    assert [row.index for row in data.rows] == [0, 6]
+    assert "7 examples, 2 rows, 5 bad rows skipped (lines 2, 3, 4, ...); " in data.summary()
+    bad_rows = [json.loads(line) for line in (skipped_rows([data.account]) or b"").splitlines()]
+    assert [row["line"] for row in bad_rows] == [2, 3, 4, 5, 6]
     reason = "'text' is a number, but must be a string."
-    assert kept[0] == {"data": str(path), "line": 2, "reason": reason, "content": {"text": 1}}
-    assert kept[1]["content"] == "{"
-    assert skipped_rows([prepared(file_source(written(path)), skip_bad_rows=True).account]) is None
+    assert bad_rows[0] == {"data": str(path), "line": 2, "reason": reason, "content": {"text": 1}}
+    assert bad_rows[1]["content"] == "{"
+    assert skipped_rows([prepared(file_source(write_source(path)), skip_bad_rows=True).account]) is None
     path.write_text("no\n1")
     assert "of 2 rows, 2 that cannot be used (line 1: not JSON" in refused(path, skip_bad_rows=True)
 
@@ -108,9 +108,9 @@ def test_bad_rows_are_told_together_or_set_aside(tmp_path: Path) -> None:
 WEIGHTS = "adapter_model.safetensors"
 
 
-def same(one: Path, other: Path) -> bool:
-    left, right = load_file(one / WEIGHTS), load_file(other / WEIGHTS)
-    return left.keys() == right.keys() and all((left[name] == right[name]).all() for name in left)
+def same(directory: Path, other: Path) -> bool:
+    matrices, right = load_file(directory / WEIGHTS), load_file(other / WEIGHTS)
+    return matrices.keys() == right.keys() and all((matrices[name] == right[name]).all() for name in matrices)
 
 
 def test_rows_from_python_train_as_a_file_does(tmp_path: Path) -> None:
@@ -148,10 +148,10 @@ def test_bad_rows_are_set_aside_in_the_output(tmp_path: Path, run: Run) -> None:
     file = write_rows(tmp_path / "rows.jsonl", ['{"input_ids": [1, "2"]}', *ROWS, "{}", "[1]"])
     command = ["finetune", *flags(model=QWEN2, data=file, output=tmp_path / "out", **SMALL | {"max_steps": 1})]
     code, _, err = run(*command)
-    told = err.splitlines()
-    assert (code, len(told)) == (2, 4)
-    assert told[0].startswith(f"wgpu-lora: {file} has 3 rows that cannot be used; fix them")
-    assert told[1].startswith("  line 1: 'input_ids' must be a list of integers")
+    lines = err.splitlines()
+    assert (code, len(lines)) == (2, 4)
+    assert lines[0].startswith(f"wgpu-lora: {file} has 3 rows that cannot be used; fix them")
+    assert lines[1].startswith("  line 1: 'input_ids' must be a list of integers")
     assert not (tmp_path / "out").exists()
     shown = run(*command, "--skip-bad-rows").output()
     assert "3 bad rows skipped (lines 1, " in shown

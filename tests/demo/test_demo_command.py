@@ -28,21 +28,21 @@ def test_its_last_line_works_as_printed(
         monkeypatch.setattr(f"{where}.DEMO_HELDOUT", few)
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "--max-steps", "1", "--output", "the run", "--show", "1"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    found = json.loads((tmp_path / "the run" / "demo.json").read_text())
-    labels = [line.split(" ")[0] for line in said]
+    lines = capsys.readouterr().out.splitlines()
+    report = json.loads((tmp_path / "the run" / "demo.json").read_text())
+    labels = [line.split(" ")[0] for line in lines]
     assert labels.index("before") < labels.index("step") < labels.index("finished") < labels.index("written")
     assert "tuning" not in labels
-    loss = found["after"]["loss"]
-    assert f"held-out requests pass their checks; held-out loss {loss:.4f}" in said[len(said) - 5]
-    assert found["before"]["loss"] != loss
-    assert "knows one task" in said[-3]
-    assert "generate --adapter 'the run' --prompt " in said[-1]
-    done = subprocess.run(said[-1], shell=True, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    after = dict(zip(found["requests"], found["after"]["answers"], strict=True))
-    request = next(text for text in after if text in said[-1].replace("'\"'\"'", "'"))
-    assert done.stdout.startswith(after[request]["text"])
+    loss = report["after"]["loss"]
+    assert f"held-out requests pass their checks; held-out loss {loss:.4f}" in lines[len(lines) - 5]
+    assert report["before"]["loss"] != loss
+    assert "knows one task" in lines[-3]
+    assert "generate --adapter 'the run' --prompt " in lines[-1]
+    process = subprocess.run(lines[-1], shell=True, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    after = dict(zip(report["requests"], report["after"]["answers"], strict=True))
+    request = next(text for text in after if text in lines[-1].replace("'\"'\"'", "'"))
+    assert process.stdout.startswith(after[request]["text"])
     assert after[request]["text"]
 
 

@@ -30,7 +30,7 @@ def failure(code: str, check: str) -> str | None:
     def outcome(name: str, args: str, kwargs: str) -> Outcome:
         return lambda: space[name](*plain_data.load(args), **plain_data.load(kwargs))
 
-    reasons = [one.judge([outcome(*call) for call in one.calls]) for one in parse_check(check)]
+    reasons = [condition.judge([outcome(*call) for call in condition.calls]) for condition in parse_check(check)]
     return next(filter(None, reasons), None)
 
 
@@ -44,8 +44,8 @@ def test_rows_are_well_formed():
 
 
 def test_rows_are_what_the_generator_makes():
-    made = demo_rows.demo_rows(make_demo.SEED, make_demo.TRAIN_ROWS, make_demo.HELDOUT_ROWS)
-    assert made == (TRAIN, HELDOUT)
+    splits = demo_rows.demo_rows(make_demo.SEED, make_demo.TRAIN_ROWS, make_demo.HELDOUT_ROWS)
+    assert splits == (TRAIN, HELDOUT)
 
 
 def test_reference_answers_pass_their_checks():

@@ -24,7 +24,7 @@ def test_rows_are_what_the_script_makes() -> None:
 def test_no_value_is_in_both_files() -> None:
     def words(rows: list[dict]) -> set[str]:
         fields = [json.loads(row["messages"][-1]["content"]) for row in rows]
-        return {word for one in fields for value in one.values() for word in str(value).split()}
+        return {word for order in fields for value in order.values() for word in str(value).split()}
 
     assert not words(TRAIN) & words(HELDOUT)
     assert not set(order_rows.TRAIN.wordings.splitlines()) & set(order_rows.HELDOUT.wordings.splitlines())

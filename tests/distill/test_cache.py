@@ -70,13 +70,13 @@ def test_a_cache_has_what_the_teacher_says(teacher, data, tmp_path):
     assert (cache.top_k, cache.random, cache.tokens, cache.vocab_size, cache.length) == (4, 3, 7, SIZE, 9)
     assert len(cache.header.shards) > 1
     for row in rows.rows:
-        found, logits = cache.support(row.index), logits_of(teacher, row)
-        np.testing.assert_array_equal(found.ids[:, :4], np.argsort(-logits, axis=1, kind="stable")[:, :4])
-        assert all(len(set(ids)) == 7 for ids in found.ids.tolist())
-        wanted = np.take_along_axis(log_softmax(logits), found.ids.astype(int), 1)
-        np.testing.assert_allclose(found.logits - found.lse[:, None], wanted, rtol=2**-10)  # f16 has 11 bits
-        np.testing.assert_allclose(found.lse, np.logaddexp.reduce(logits, axis=1), rtol=1e-5)
-        np.testing.assert_allclose(found.correction, np.log((SIZE - 4) / 3))
+        support, logits = cache.support(row.index), logits_of(teacher, row)
+        np.testing.assert_array_equal(support.ids[:, :4], np.argsort(-logits, axis=1, kind="stable")[:, :4])
+        assert all(len(set(ids)) == 7 for ids in support.ids.tolist())
+        expected = np.take_along_axis(log_softmax(logits), support.ids.astype(int), 1)
+        np.testing.assert_allclose(support.logits - support.lse[:, None], expected, rtol=2**-10)  # f16 has 11 bits
+        np.testing.assert_allclose(support.lse, np.logaddexp.reduce(logits, axis=1), rtol=1e-5)
+        np.testing.assert_allclose(support.correction, np.log((SIZE - 4) / 3))
     facts = json.loads((tmp_path / "cache" / CACHE).read_text())
     assert facts["teacher"]["weights"] == teacher.weights_sha256
     assert facts["data"]["sha256"] == rows.digest
@@ -90,9 +90,9 @@ def test_with_the_whole_vocabulary_the_divergence_is_exact(teacher, data, tmp_pa
     q = log_softmax(np.random.default_rng(0).normal(size=p.shape))
     exact = (np.exp(p) * (p - q)).sum(axis=1)
     for dtype, tolerance in (("f32", 1e-6), ("f16", 2e-3)):
-        found = teacher_cache(teacher, data, tmp_path / dtype, logits_dtype=dtype, **whole).support(row.index)
-        stored = (found.logits - found.lse[:, None]).astype(np.float64)
-        got = (np.exp(stored) * (stored - np.take_along_axis(q, found.ids.astype(int), 1))).sum(axis=1)
+        support = teacher_cache(teacher, data, tmp_path / dtype, logits_dtype=dtype, **whole).support(row.index)
+        stored = (support.logits - support.lse[:, None]).astype(np.float64)
+        got = (np.exp(stored) * (stored - np.take_along_axis(q, support.ids.astype(int), 1))).sum(axis=1)
         np.testing.assert_allclose(got, exact, atol=tolerance * max(1, exact.max()), rtol=0)
 
 
@@ -103,8 +103,8 @@ def test_a_teacher_with_an_adapter_says_what_evaluate_measures(teacher, data, tm
     cache = teacher_cache(teacher, data, tmp_path / "cache", adapter=adapter, **whole)
     losses = []
     for row in prepared(teacher, data).rows:
-        found, targets = cache.support(row.index), row.labels[1:][row.labels[1:] != -100]
-        losses += list(found.lse - found.logits[found.ids == targets[:, None]])
+        support, targets = cache.support(row.index), row.labels[1:][row.labels[1:] != -100]
+        losses += list(support.lse - support.logits[support.ids == targets[:, None]])
     expected = evaluate(teacher, data, adapter=adapter, max_length=9, run_log=False, progress_bar=False)
     assert np.mean(losses) == pytest.approx(expected.loss, rel=1e-5)
     assert len(losses) == expected.tokens
@@ -150,7 +150,7 @@ def cached(teacher, data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"top_k": 5}, "top_k=4, not top_k=5"),
         ({"random": 4}, "random=3, not random=4"),
@@ -162,11 +162,11 @@ def cached(teacher, data, tmp_path):
         ({"completion_only_loss": False}, "completion_only_loss=True, not completion_only_loss=False"),
     ],
 )
-def test_options_of_another_cache_are_refused(teacher, data, cached, options, said):
+def test_options_of_another_cache_are_refused(teacher, data, cached, options, message):
     before = files(cached.path)
     with pytest.raises(UserError) as raised:
         teacher_cache(teacher, data, cached.path, **{**OPTIONS, **options})
-    assert f"was begun with {said}: give the same options" in str(raised.value)
+    assert f"was begun with {message}: give the same options" in str(raised.value)
     assert files(cached.path) == before
 
 
@@ -188,16 +188,16 @@ def test_another_teacher_or_other_data_are_refused_on_continuing(teacher, data, 
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda shard: shard.write_bytes(shard.read_bytes()[:-3]), r"is truncated to [\d,]+ of [\d,]+ bytes"),
         (lambda shard: shard.unlink(), "is missing"),
     ],
 )
-def test_shards_that_are_not_whole_are_named(cached, damage, said):
+def test_shards_that_are_not_whole_are_named(cached, damage, message):
     shard = cached.header.shards[1].file
     damage(cached.path / shard)
-    with pytest.raises(UserError, match=rf"{shard} {said}"):
+    with pytest.raises(UserError, match=rf"{shard} {message}"):
         TeacherCache.open(cached.path)
 
 
@@ -256,7 +256,7 @@ NOT_WRITTEN = "is damaged.*not what was written"
 
 
 @pytest.mark.parametrize(
-    ("changes", "said", "digest"),
+    ("changes", "old_message", "digest"),
     [
         ({"schema": 2}, "has the schema 2, but this version reads 1", None),
         ({"top_k": 0}, "is damaged", "is damaged"),
@@ -270,10 +270,10 @@ NOT_WRITTEN = "is damaged.*not what was written"
         ({"template": None}, None, "not what was written"),
     ],
 )
-def test_damaged_headers_are_refused(cached, changes, said, digest):
+def test_damaged_headers_are_refused(cached, changes, old_message, digest):
     path = cached.path / CACHE
     old, whole = header_of(cached), json.loads(path.read_text())
-    for header, message in ((old, said), (whole, digest)):
+    for header, message in ((old, old_message), (whole, digest)):
         path.write_text(json.dumps(header | changes))
         if message:
             with pytest.raises(UserError, match=message):
@@ -283,8 +283,8 @@ def test_damaged_headers_are_refused(cached, changes, said, digest):
 def test_other_rows_tokenizers_and_templates_are_refused(teacher, data, cached, tmp_path):
     rows, tokenizer = prepared(teacher, data), teacher.tokenizer
 
-    def refused(said, rows=rows, tokenizer=tokenizer, kwargs=None):
-        with pytest.raises(UserError, match=said):
+    def refused(message, rows=rows, tokenizer=tokenizer, kwargs=None):
+        with pytest.raises(UserError, match=message):
             cached.check(rows, tokenizer, kwargs)
 
     other = words_model(tmp_path / "other", TEMPLATE.replace("role", "role|upper"))
@@ -314,7 +314,7 @@ def test_two_processes_do_not_write_the_same_cache(teacher, data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"top_k": 200, "random": 12}, "more tokens than the teacher's vocabulary of 211"),
         ({"samples": 9}, "is more than the 8 rows of"),
@@ -327,7 +327,7 @@ def test_two_processes_do_not_write_the_same_cache(teacher, data, tmp_path):
         ({}, r"The cache takes [\d,]+ bytes, but .* has 1 free"),
     ],
 )
-def test_what_cannot_be_made_writes_nothing(teacher, data, tmp_path, monkeypatch, options, said):
+def test_what_cannot_be_made_writes_nothing(teacher, data, tmp_path, monkeypatch, options, message):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "precious").write_text("")
@@ -335,8 +335,8 @@ def test_what_cannot_be_made_writes_nothing(teacher, data, tmp_path, monkeypatch
         usage = SimpleNamespace(total=10, used=9, free=1)
         monkeypatch.setattr(teacher_cache_writer.shutil, "disk_usage", lambda path: usage)
     before = sorted(tmp_path.rglob("*"))
-    given = {"data": "rows.jsonl", "output": "cache", **OPTIONS, **options}
-    rows, output = (tmp_path / given.pop(name) for name in ("data", "output"))
-    with pytest.raises(UserError, match=said):
-        teacher_cache(teacher, rows, output, **given)
+    arguments = {"data": "rows.jsonl", "output": "cache", **OPTIONS, **options}
+    rows, output = (tmp_path / arguments.pop(name) for name in ("data", "output"))
+    with pytest.raises(UserError, match=message):
+        teacher_cache(teacher, rows, output, **arguments)
     assert sorted(tmp_path.rglob("*")) == before

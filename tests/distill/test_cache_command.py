@@ -21,15 +21,15 @@ SMALL = ("--model", QWEN2, "--top-k", 4, "--random", 3, "--length", 9, "--batch-
 
 
 def test_the_size_is_said_before_it_is_made(run, tmp_path):
-    made = run(*SMALL, "--samples", 5)
-    assert made.code == 0, made.err
+    result = run(*SMALL, "--samples", 5)
+    assert result.code == 0, result.err
     cache = TeacherCache.open(tmp_path / "cache")
-    said, written = made.out.splitlines()
+    estimate, summary = result.out.splitlines()
     size = position_bytes(7, cache.vocab_size, "f16")
-    assert f"5 rows, {cache.header.positions} positions of {size} bytes" in said
+    assert f"5 rows, {cache.header.positions} positions of {size} bytes" in estimate
     on_disk = sum(path.stat().st_size for path in cache.path.iterdir())
-    assert int(said.split(": ")[1].split()[0].replace(",", "")) == pytest.approx(on_disk, rel=0.3)
-    assert written.startswith("written   1 shard")
+    assert int(estimate.split(": ")[1].split()[0].replace(",", "")) == pytest.approx(on_disk, rel=0.3)
+    assert summary.startswith("written   1 shard")
     again = run(*SMALL, "--samples", 5, "--json")
     assert json.loads(again.out)["digest"] == cache.digest()
     other = run(*SMALL, "--samples", 6)
@@ -38,7 +38,7 @@ def test_the_size_is_said_before_it_is_made(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--top-k", 0), "--top-k must be a whole number of at least 1"),
         (("--length", 2, "--on-overflow", "drop"), "raise --length"),
@@ -50,10 +50,10 @@ def test_the_size_is_said_before_it_is_made(run, tmp_path):
         (("--logits-dtype", "bf16"), "--logits-dtype must be one of f16, f32"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(run, tmp_path, options, said):
+def test_what_is_wrong_is_one_sentence(run, tmp_path, options, message):
     refused = run(*SMALL, *options)
     assert refused.code == 2
-    assert said in refused.err
+    assert message in refused.err
     assert refused.err.count("\n") == 1
     assert not (tmp_path / "cache").exists()
 

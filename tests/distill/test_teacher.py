@@ -21,27 +21,27 @@ def segments_of(architecture, slot=None):
     return [Segment(ids, labels, slot) for ids, labels in pairs]
 
 
-def supports(model, kept, segments, rows, adapters=None, buckets=(16, TOKENS)):
+def supports(model, support_size, segments, rows, adapters=None, buckets=(16, TOKENS)):
     tables = Tables.declare(model.config.tables(), TOKENS)
-    made = Teacher(model, adapters, buckets, tables, kept)
-    storages = made.storages()
-    with allocated(model.device, max(made.programs(), key=lambda p: p.plan().nbytes), storages) as arena:
+    instance = Teacher(model, adapters, buckets, tables, support_size)
+    storages = instance.storages()
+    with allocated(model.device, max(instance.programs(), key=lambda p: p.plan().nbytes), storages) as arena:
         tables.upload(model.device)
-        made.use(arena)
-        return made.supports(segments, rows)
+        instance.use(arena)
+        return instance.supports(segments, rows)
 
 
-def check(support, logits, kept, vocab_size):
+def check(support, logits, support_size, vocab_size):
     """logits: f64 [n, V]."""
-    order = np.argsort(-logits, axis=1, kind="stable")[:, : kept.top_k]
-    np.testing.assert_array_equal(support.ids[:, : kept.top_k], order)
-    assert support.ids.shape == (len(logits), kept.top_k + kept.random)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, : support_size.top_k]
+    np.testing.assert_array_equal(support.ids[:, : support_size.top_k], order)
+    assert support.ids.shape == (len(logits), support_size.top_k + support_size.random)
     assert all(len(set(ids)) == len(ids) for ids in support.ids.tolist())
     np.testing.assert_allclose(support.logits, np.take_along_axis(logits, support.ids.astype(int), 1), atol=2e-5)
     np.testing.assert_allclose(support.lse, np.logaddexp.reduce(logits, axis=1), atol=2e-5)
-    factor = (vocab_size - kept.top_k) / kept.random if kept.random else 1.0
+    factor = (vocab_size - support_size.top_k) / support_size.random if support_size.random else 1.0
     np.testing.assert_allclose(np.exp(support.correction), factor, rtol=1e-6)
-    assert support.top_k == kept.top_k
+    assert support.top_k == support_size.top_k
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunks"])
@@ -55,24 +55,24 @@ def test_supports_are_those_of_the_full_logits(device, tmp_path, monkeypatch, ch
     for slot in (None, 0):
         segments = segments_of("qwen2", slot)
         if slot is None:
-            logits = full_logits(model, [Segment(one.input_ids) for one in segments])
-        for kept in (TopK(size, 0), TopK(5, 7), TopK(size - 7, 7)) if slot is None else (TopK(5, 0),):
-            found = supports(model, kept, segments, [3, 1, 2], adapters)
-            for one, support, row in zip(segments, found, logits, strict=True):
-                positions = np.flatnonzero(one.labels[1:] != -100)
+            logits = full_logits(model, [Segment(item.input_ids) for item in segments])
+        for support_size in (TopK(size, 0), TopK(5, 7), TopK(size - 7, 7)) if slot is None else (TopK(5, 0),):
+            actual = supports(model, support_size, segments, [3, 1, 2], adapters)
+            for segment, support, row in zip(segments, actual, logits, strict=True):
+                positions = np.flatnonzero(segment.labels[1:] != -100)
                 if slot is None:
-                    check(support, row[positions].astype(np.float64), kept, size)
+                    check(support, row[positions].astype(np.float64), support_size, size)
                 else:  # the adapter changes what the teacher says
                     assert np.abs(support.lse - np.logaddexp.reduce(row[positions], axis=1)).max() > 1e-4
 
 
 def test_random_tokens_depend_on_seed_row_and_position_only(device):
-    model, kept = load("qwen2", device), TopK(4, 8, seed=5)
+    model, support_size = load("qwen2", device), TopK(4, 8, seed=5)
     segments = segments_of("qwen2")
-    two = supports(model, kept, segments, [3, 1, 2])[1]
-    (alone,) = supports(model, kept, segments[1:2], [1])
+    two = supports(model, support_size, segments, [3, 1, 2])[1]
+    (alone,) = supports(model, support_size, segments[1:2], [1])
     np.testing.assert_array_equal(two.ids, alone.ids)
-    (other,) = supports(model, kept, segments[1:2], [0])
+    (other,) = supports(model, support_size, segments[1:2], [0])
     assert (two.ids[:, 4:] != other.ids[:, 4:]).any()
     (other,) = supports(model, TopK(4, 8, seed=6), segments[1:2], [1])
     assert (two.ids[:, 4:] != other.ids[:, 4:]).any()
@@ -81,13 +81,13 @@ def test_random_tokens_depend_on_seed_row_and_position_only(device):
 
 @pytest.mark.parametrize("size", [2, 5, 64, 211])
 def test_draws_are_uniform_and_without_replacement(size):
-    found = random_tokens(7, 3, np.arange(4000), size, size)
-    np.testing.assert_array_equal(np.sort(found, axis=1), np.broadcast_to(np.arange(size), found.shape))
+    token_ids = random_tokens(7, 3, np.arange(4000), size, size)
+    np.testing.assert_array_equal(np.sort(token_ids, axis=1), np.broadcast_to(np.arange(size), token_ids.shape))
     expected = 4000 / size
-    for column in found.T[:3]:
+    for column in token_ids.T[:3]:
         chi_square = ((np.bincount(column, minlength=size) - expected) ** 2 / expected).sum()
         assert chi_square < size - 1 + 5 * np.sqrt(2 * size)
-    np.testing.assert_array_equal(random_tokens(7, 3, np.array([17]), size, size)[0], found[17])
+    np.testing.assert_array_equal(random_tokens(7, 3, np.array([17]), size, size)[0], token_ids[17])
 
 
 def test_the_sum_over_random_tokens_is_unbiased():
@@ -110,8 +110,8 @@ def test_packed_ids(rng, size):
 def test_more_tokens_than_the_vocabulary_has_are_refused(device):
     model = load("qwen2", device)
     tables = Tables.declare(model.config.tables(), TOKENS)
-    for kept, said in [(TopK(200, 128), "more tokens than the teacher's vocabulary of")]:
-        with pytest.raises(UserError, match=said):
-            Teacher(model, None, [TOKENS], tables, kept)
+    for support_size, message in [(TopK(200, 128), "more tokens than the teacher's vocabulary of")]:
+        with pytest.raises(UserError, match=message):
+            Teacher(model, None, [TOKENS], tables, support_size)
     with pytest.raises(UserError, match=r"more than 1,024"):
         TopK(1025, 0).check(5000)

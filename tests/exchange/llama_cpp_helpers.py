@@ -49,10 +49,10 @@ def dequantized(path: Path, model: Path, directory: Path) -> Path:
     """The values that a GGUF file of `model` holds, by the gguf package, as a model that transformers loads."""
     shutil.copytree(model, directory)
     config = load_config(model)
-    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    gguf_tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     tensors, names = {}, gguf_names(config)
     for name, item in config.parameters.items():
-        tensor, layout = found[names[name]], item.layout
+        tensor, layout = gguf_tensors[names[name]], item.layout
         values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(file_shape(item.shape))
         values = layout.columns_back(layout.values(values))[np.argsort(layout.row_index(len(values)))]
         tensors[name] = np.ascontiguousarray(values.reshape(item.shape))
@@ -68,18 +68,18 @@ def loss(logits: np.ndarray, ids: Sequence[int]) -> float:
     """Mean negative log-likelihood of each token after the first."""
     shifted = logits[:-1].astype(np.float64)
     shifted -= shifted.max(axis=1, keepdims=True)
-    chosen = shifted[np.arange(len(ids) - 1), list(ids)[1:]]
-    return float((np.log(np.exp(shifted).sum(axis=1)) - chosen).mean())
+    target_logits = shifted[np.arange(len(ids) - 1), list(ids)[1:]]
+    return float((np.log(np.exp(shifted).sum(axis=1)) - target_logits).mean())
 
 
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """Root mean square of the difference, as a share of the expected values' spread."""
-    return float(np.sqrt(np.mean((found - expected) ** 2)) / expected.std())
+    return float(np.sqrt(np.mean((actual - expected) ** 2)) / expected.std())
 
 
-def choices_agree(found: np.ndarray, expected: np.ndarray, near: float) -> bool:
+def choices_agree(actual: np.ndarray, expected: np.ndarray, near: float) -> bool:
     """Whether the greedy token is the same wherever the expected lead is more than `near` of the logits' spread."""
     top = np.sort(expected, axis=1)
     decided = top[:, -1] - top[:, -2] > near * expected.std()
     assert decided.mean() > 0.15  # else the models are too undecided for this to say anything
-    return bool((found.argmax(1) == expected.argmax(1))[decided].all())
+    return bool((actual.argmax(1) == expected.argmax(1))[decided].all())

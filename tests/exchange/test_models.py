@@ -40,12 +40,12 @@ def test_the_demo_in_every_type(tmp_path: Path, kind: str) -> None:
     dequantized(path, DEMO, tmp_path / "stored")
     losses = []
     for ids in demo_texts():
-        found = llama_logits(path, ids)
+        actual = llama_logits(path, ids)
         stored, original = reference_logits(tmp_path / "stored", ids), reference_logits(DEMO, ids)
-        losses.append([loss(logits, ids) for logits in (found, stored, original)])
+        losses.append([loss(logits, ids) for logits in (actual, stored, original)])
         # llama.cpp rounds activations to 8 bits before matrices of blocks.
-        assert relative_error(found, stored) < (0.002 if kind == "f16" else 0.02)
-        assert choices_agree(found, stored, near=0.01 if kind == "f16" else 0.1)
+        assert relative_error(actual, stored) < (0.002 if kind == "f16" else 0.02)
+        assert choices_agree(actual, stored, near=0.01 if kind == "f16" else 0.1)
         assert relative_error(stored, original) < ROUNDING[kind]
     found_loss, stored_loss, original_loss = np.mean(losses, axis=0)
     print(kind, found_loss, stored_loss, original_loss)
@@ -58,12 +58,12 @@ def test_every_architecture(tmp_path: Path, name: str, kind: str) -> None:
     model = make_model(tmp_path / name, MODELS[name])
     ids, path = some_ids(), tmp_path / "model.gguf"
     export_model(model, path, kind)
-    found = llama_logits(path, ids)
+    actual = llama_logits(path, ids)
     stored = reference_logits(dequantized(path, model, tmp_path / "stored"), ids)
     original = reference_logits(model, ids)
-    print(name, kind, relative_error(found, stored), relative_error(stored, original))
-    assert relative_error(found, stored) < (0.003 if kind == "f16" else 0.05)
-    assert choices_agree(found, stored, near=0.02 if kind == "f16" else 0.2)
+    print(name, kind, relative_error(actual, stored), relative_error(stored, original))
+    assert relative_error(actual, stored) < (0.003 if kind == "f16" else 0.05)
+    assert choices_agree(actual, stored, near=0.02 if kind == "f16" else 0.2)
     assert relative_error(stored, original) < 2 * ROUNDING[kind]  # random weights, where nothing averages out
 
 

@@ -41,10 +41,10 @@ def rows(model: wgpu_lora.Model) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def losses(model: wgpu_lora.Model, trained: Path, rows: list[list[int]]) -> list[float]:
     data = [[{"input_ids": ids}] for ids in rows]
-    found = [wgpu_lora.evaluate(model, one, adapter=trained).loss for one in data]
-    base = [wgpu_lora.evaluate(model, one).loss for one in data]
-    assert all(mine < 0.9 * plain for mine, plain in zip(found, base, strict=True)), (found, base)
-    return found
+    trained_losses = [wgpu_lora.evaluate(model, part, adapter=trained).loss for part in data]
+    base = [wgpu_lora.evaluate(model, part).loss for part in data]
+    assert all(mine < 0.9 * plain for mine, plain in zip(trained_losses, base, strict=True)), (trained_losses, base)
+    return trained_losses
 
 
 def test_peft_loads_it(trained: Path, rows: list[list[int]], losses: list[float]) -> None:
@@ -52,8 +52,8 @@ def test_peft_loads_it(trained: Path, rows: list[list[int]], losses: list[float]
     base = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(base, trained)
     with torch.no_grad():
-        found = [loss(theirs(torch.tensor([ids])).logits[0].numpy(), ids) for ids in rows]
-    assert found == pytest.approx(losses, rel=1e-4)
+        actual = [loss(theirs(torch.tensor([ids])).logits[0].numpy(), ids) for ids in rows]
+    assert actual == pytest.approx(losses, rel=1e-4)
 
 
 def test_llama_cpp_loads_it(
@@ -61,25 +61,27 @@ def test_llama_cpp_loads_it(
 ) -> None:
     model.export_gguf(tmp_path / "adapter.gguf", trained, lora=True)
     theirs = opened(smollm2(), lora_path=str(tmp_path / "adapter.gguf"))
-    found = []
+    actual = []
     for ids in rows:
         theirs.reset()
         theirs.eval(ids)
-        found.append(loss(np.array(theirs.scores[: len(ids)]), ids))
+        actual.append(loss(np.array(theirs.scores[: len(ids)]), ids))
     theirs.close()
-    print(found, losses)
-    assert found == pytest.approx(losses, rel=0.01)
+    print(actual, losses)
+    assert actual == pytest.approx(losses, rel=0.01)
 
 
 def test_the_references_are_what_torch_says() -> None:
     """Two steps of each training, which take a minute."""
     from scripts.golden.real_models import references
 
-    (values, arrays), (stored, kept) = references("smollm2", smollm2(), steps=2), reference("smollm2")
+    (values, arrays), (stored, stored_arrays) = references("smollm2", smollm2(), steps=2), reference("smollm2")
     assert values.keys() == stored.keys()
     for name, value in values.items():
         if name.endswith(("_losses", "_norms")):
             assert value == pytest.approx(stored[name][:2], rel=1e-4), name
         elif name != "answers":  # of the model after all steps
             assert value == (pytest.approx(stored[name], rel=1e-5) if name == "loss" else stored[name]), name
-    np.testing.assert_allclose(arrays["logits"], kept["logits"], atol=1e-5 * np.abs(kept["logits"]).max())
+    np.testing.assert_allclose(
+        arrays["logits"], stored_arrays["logits"], atol=1e-5 * np.abs(stored_arrays["logits"]).max()
+    )

@@ -70,10 +70,10 @@ def sentence_piece(directory: Path, metaspace: bool) -> Path:
     source = tokenizers.Tokenizer(models.BPE())
     source.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     source.train_from_iterator((DEMO.parent / "data" / "heldout.jsonl").read_text().splitlines(), trainer)
-    made = json.loads(source.to_str())["model"]
+    spm_model = json.loads(source.to_str())["model"]
     order = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    joined = ["".join(merge) for merge in made["merges"]]
-    order += list(dict.fromkeys([*joined, *(text for text in made["vocab"] if len(text) == 1)]))
+    joined = ["".join(merge) for merge in spm_model["merges"]]
+    order += list(dict.fromkeys([*joined, *(text for text in spm_model["vocab"] if len(text) == 1)]))
     vocabulary = {text: id for id, text in enumerate(order)}
     merges = [
         (text[:cut], text[cut:])
@@ -119,8 +119,8 @@ def test_the_ids_of_nasty_texts(tmp_path: Path, name: str) -> None:
         if (name == "tekken" and "हिन्दी" in text) or (name == "metaspace" and text.startswith((" ", "▁"))):
             continue
         for add in (False, True):
-            found = model.tokenize(text.encode(), add_bos=add, special=True)
-            assert found == tokenizer.encode(text, add_special_tokens=add), (text, add)
+            token_ids = model.tokenize(text.encode(), add_bos=add, special=True)
+            assert token_ids == tokenizer.encode(text, add_special_tokens=add), (text, add)
     assert model.detokenize(tokenizer.encode(NASTY[4])).decode().strip() == NASTY[4].strip()
 
 

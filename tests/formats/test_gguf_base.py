@@ -13,7 +13,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file, save_file
 from support import FIXTURES
 from support.cli import flags
-from support.gguf_files import DEMO, demo_tokenizer, made_up, tensors_of, write_gguf
+from support.gguf_files import DEMO, demo_tokenizer, random_model, tensors_of, write_gguf
 from support.gguf_models import make_model
 from support.models import ARCHITECTURES, full_logits, golden, golden_rows
 from support.sampling import sample
@@ -104,7 +104,7 @@ KINDS = [kind for kind in Kind if GGML_QUANT_SIZES.get(kind, (1, 0))[0] > 1 and 
 
 @pytest.mark.parametrize("kind", sample([*KINDS], 1 / 2), ids=lambda kind: kind.name)
 def test_every_quantisation_is_decoded_by_rows(tmp_path: Path, kind: Kind) -> None:
-    source = made_up(tmp_path / "source")
+    source = random_model(tmp_path / "source")
     file = write_gguf(source, tmp_path / "model.gguf", quantize=quantized(kind))
     try:
         gguf.quants.dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
@@ -129,10 +129,10 @@ def test_every_quantisation_is_decoded_by_rows(tmp_path: Path, kind: Kind) -> No
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q6_K, Kind.Q4_K, Kind.Q2_K])
 def test_the_model_is_that_of_the_decoded_weights(device: Device, tmp_path: Path, kind: Kind) -> None:
     """Logits are those of a checkpoint of decoded weights, for every base, NF4 included; only f32 keeps tables so."""
-    source = made_up(tmp_path / "source")
+    source = random_model(tmp_path / "source")
     file = write_gguf(source, tmp_path / "model.gguf", quantize=quantized(kind))
     checkpoint = read_model(file).checkpoint
-    decoded = made_up(tmp_path / "decoded")
+    decoded = random_model(tmp_path / "decoded")
     names = checkpoint.names()
     tensors = {name: checkpoint.read_f32(name) for name in names}
     tables = ("model.embed_tokens.weight", "lm_head.weight")
@@ -140,8 +140,8 @@ def test_the_model_is_that_of_the_decoded_weights(device: Device, tmp_path: Path
     rows = [np.arange(1, 14), np.arange(200, 210)]
     for base in ("nf4", "f32", "bf16"):
         save_file(tensors if base == "f32" else tensors | halves, decoded / "model.safetensors")
-        found, expected = open_model(str(file), device, base), open_model(str(decoded), device, base)
-        for have, want in zip(logits(found, rows), logits(expected, rows), strict=True):
+        actual, expected = open_model(str(file), device, base), open_model(str(decoded), device, base)
+        for have, want in zip(logits(actual, rows), logits(expected, rows), strict=True):
             np.testing.assert_array_equal(have, want)
 
     # By default, matrices keep their types, whose values are exact.
@@ -164,7 +164,7 @@ def test_what_is_rounded_again_is_said(device: Device, tmp_path: Path, capsys: p
     def of(name: str, values: np.ndarray) -> tuple[np.ndarray, Kind]:
         return quantized(kinds.get(name.removeprefix("blk.0.").removesuffix(".weight"), Kind.Q8_0))(name, values)
 
-    file = write_gguf(made_up(tmp_path / "source"), tmp_path / "model.gguf", quantize=of)
+    file = write_gguf(random_model(tmp_path / "source"), tmp_path / "model.gguf", quantize=of)
     again = "which costs accuracy: use a file with other types, such as Q8_0"
     assert open_model(str(file), device).rounding == [
         "the embedding or LM head in Q2_K is rounded to f16",
@@ -198,7 +198,7 @@ def test_what_is_rounded_again_is_said(device: Device, tmp_path: Path, capsys: p
 
 
 def test_a_vector_that_is_quantised(tmp_path: Path) -> None:
-    source = made_up(tmp_path / "source")
+    source = random_model(tmp_path / "source")
 
     def of(name: str, values: np.ndarray) -> tuple[np.ndarray, Kind]:
         return gguf.quants.quantize(values, Kind.Q8_0), Kind.Q8_0
@@ -216,7 +216,7 @@ def test_a_shape_has_no_file(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tables_beyond_f16_are_refused(tmp_path: Path) -> None:
-    source = made_up(tmp_path / "source")
+    source = random_model(tmp_path / "source")
     tensors = tensors_of(source)
     tensors["model.embed_tokens.weight"][7, 7] = 1e5
     save_file(tensors, source / "model.safetensors")
@@ -258,7 +258,7 @@ def test_a_directory_of_gguf_files_is_no_model(tmp_path: Path) -> None:
 
 def test_the_files_are_not_mapped(tmp_path: Path) -> None:
     """A file that becomes shorter while it is read is a sentence, not a signal."""
-    file = write_gguf(made_up(tmp_path / "source"), tmp_path / "model.gguf")
+    file = write_gguf(random_model(tmp_path / "source"), tmp_path / "model.gguf")
     checkpoint = read_model(file).checkpoint
     assert isinstance(checkpoint, GGUFCheckpoint)
     with file.open("rb+") as opened:
@@ -271,20 +271,20 @@ def test_importing(device: Device, tmp_path: Path) -> None:
     """A directory of NF4 that is the same model, tokenizer and all."""
     file, output = demo_file(tmp_path / "demo.gguf"), tmp_path / "packed"
     assert main(["import", str(file), "--output", str(output)]) == 0
-    found, expected = open_model(str(output), device), open_model(str(file), device, "nf4")
+    actual, expected = open_model(str(output), device), open_model(str(file), device, "nf4")
     rows = [np.arange(5, 18)]
-    np.testing.assert_array_equal(logits(found, rows), logits(expected, rows))
+    np.testing.assert_array_equal(logits(actual, rows), logits(expected, rows))
     messages = [{"role": "user", "content": "What's 12 + 34?"}]
-    texts = [model.tokenizer.render(messages) for model in (found, expected)]
+    texts = [model.tokenizer.render(messages) for model in (actual, expected)]
     assert texts[0] == texts[1]
-    assert found.tokenizer.encode(texts[0]) == expected.tokenizer.encode(texts[0])
-    assert found.tokenizer.stop_ids == expected.tokenizer.stop_ids
+    assert actual.tokenizer.encode(texts[0]) == expected.tokenizer.encode(texts[0])
+    assert actual.tokenizer.stop_ids == expected.tokenizer.stop_ids
 
 
 @pytest.mark.parametrize(("original", "code"), [(8192, 0), (32, 2)])
 def test_importing_frequencies(tmp_path: Path, original: int, code: int) -> None:
     """Llama 3's are recognised; others cannot be stated."""
-    source, output = made_up(tmp_path / "source"), tmp_path / "packed"
+    source, output = random_model(tmp_path / "source"), tmp_path / "packed"
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": original}
     config = json.loads((source / "config.json").read_text())

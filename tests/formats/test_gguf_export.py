@@ -34,11 +34,11 @@ from wgpu_lora.models.model_files import config_of
 
 
 def test_the_demo(tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    events = hearing(written=lambda *event: told.append(event))
-    written = export_model(DEMO, tmp_path / "demo.gguf", "q4_k_m", name="demo", events=events)
+    progress: list[tuple[str, int, int]] = []
+    events = hearing(written=lambda *event: progress.append(event))
+    model = export_model(DEMO, tmp_path / "demo.gguf", "q4_k_m", name="demo", events=events)
     shapes = config_of(DEMO).parameter_shapes()
-    assert told == [(name, number, len(shapes)) for number, name in enumerate(shapes, 1)]
+    assert progress == [(name, number, len(shapes)) for number, name in enumerate(shapes, 1)]
     facts, tensors = read(tmp_path / "demo.gguf")
     expected = {
         "general.architecture": "qwen3",
@@ -89,8 +89,8 @@ def test_the_demo(tmp_path: Path) -> None:
             "ffn_down": "Q6_K" if more else "Q4_K",
         }
     assert not kinds
-    assert written.nbytes == (tmp_path / "demo.gguf").stat().st_size
-    assert written.bits_per_weight == pytest.approx(8 * sum(t.n_bytes for t in tensors.values()) / written.values)
+    assert model.nbytes == (tmp_path / "demo.gguf").stat().st_size
+    assert model.bits_per_weight == pytest.approx(8 * sum(t.n_bytes for t in tensors.values()) / model.values)
     checkpoint = Checkpoint(DEMO)
     down = values(tensors["blk.3.ffn_down.weight"])
     original = checkpoint.read_f32("model.layers.3.mlp.down_proj.weight")
@@ -187,12 +187,12 @@ def test_a_gguf_file_as_the_model(tmp_path: Path, architecture: str) -> None:
 
 def test_several_types_at_once_are_those_of_one_by_one(tmp_path: Path) -> None:
     model = small(tmp_path / "model", "qwen3")
-    adapter, kinds, written = make_adapter(tmp_path / "adapter", model), ("q4_k_m", "q5_k_m", "q6_k"), Mock()
+    adapter, kinds, callback = make_adapter(tmp_path / "adapter", model), ("q4_k_m", "q5_k_m", "q6_k"), Mock()
     outputs = {kind: tmp_path / f"{kind}.gguf" for kind in kinds}
-    found = export_models(model, outputs, adapter, events=hearing(written=written))
-    assert written.call_count == len({call.args[0] for call in written.call_args_list})
+    models = export_models(model, outputs, adapter, events=hearing(written=callback))
+    assert callback.call_count == len({call.args[0] for call in callback.call_args_list})
     for kind in kinds:
-        assert export_model(model, tmp_path / f"alone-{kind}.gguf", kind, adapter) == found[kind]
+        assert export_model(model, tmp_path / f"alone-{kind}.gguf", kind, adapter) == models[kind]
         assert outputs[kind].read_bytes() == (tmp_path / f"alone-{kind}.gguf").read_bytes()
 
 

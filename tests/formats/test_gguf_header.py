@@ -16,7 +16,7 @@ import pytest
 from gguf import GGMLQuantizationType as Q
 from gguf.constants import GGMLQuantizationType as Kind
 from safetensors.numpy import save_file
-from support.gguf_files import DEMO, demo_tokenizer, made_up, tensors_of, write_gguf
+from support.gguf_files import DEMO, demo_tokenizer, random_model, tensors_of, write_gguf
 from support.sampling import sample
 
 from wgpu_lora.errors import UserError
@@ -57,8 +57,8 @@ def test_a_header_says_what_the_gguf_package_reads(tmp_path: Path) -> None:
     for name, value in header.values.items():
         field = reader.fields[name]
         if isinstance(value, Array):
-            found = header.strings(name, value.count) if value.kind == STRING else header.numbers(name, value.count)
-            assert list(found) == field.contents()
+            contents = header.strings(name, value.count) if value.kind == STRING else header.numbers(name, value.count)
+            assert list(contents) == field.contents()
         else:
             assert value == field.contents()
     assert len(header.tensors) == len(reader.tensors)
@@ -120,11 +120,11 @@ DAMAGE: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize(("data", "said"), DAMAGE.values(), ids=DAMAGE)
-def test_damage_is_said(tmp_path: Path, data: bytes, said: str) -> None:
+@pytest.mark.parametrize(("data", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_said(tmp_path: Path, data: bytes, message: str) -> None:
     path = tmp_path / "f.gguf"
     path.write_bytes(data)
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         read_header(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -162,7 +162,7 @@ def test_arrays_of_another_kind_than_asked(tmp_path: Path) -> None:
 def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real models are far below these."""
     (tmp_path / "f.gguf").write_bytes(file_of([key(b"a", ARRAY, array(STRING, 5, text(b"abc") * 5))]))
-    for name, limit, said in (
+    for name, limit, message in (
         ("MAX_STRINGS", 4, "more than 4 strings"),
         ("MAX_TEXT_BYTES", 0, "of names and texts"),
         ("MAX_KEYS", 0, "more than fit into it"),
@@ -170,7 +170,7 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with monkeypatch.context() as patched:
             patched.setattr(header_module if name == "MAX_KEYS" else reader_module, name, limit)
-            with pytest.raises(UserError, match=said):
+            with pytest.raises(UserError, match=message):
                 read_header(tmp_path / "f.gguf")
 
 
@@ -197,14 +197,14 @@ def test_the_largest_hostile_headers_cost_little(tmp_path: Path, what: str) -> N
         "tensors": file_of([], [tensor(b"%060d" % i, (1, 1, 1, 1), 0, 32 * i) for i in range(2**14)], 2**20),
     }[what]
     (tmp_path / "f.gguf").write_bytes(data)
-    done = subprocess.run([sys.executable, "-c", CHILD, str(tmp_path / "f.gguf")], capture_output=True, text=True)
-    seconds, kib = map(float, done.stdout.split())
+    process = subprocess.run([sys.executable, "-c", CHILD, str(tmp_path / "f.gguf")], capture_output=True, text=True)
+    seconds, kib = map(float, process.stdout.split())
     assert seconds < 1.0
     assert kib < 64 << 10
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"leave_out": "blk.0.attn_q.weight"}, "blk.0.attn_q.weight is missing"),
         ({"leave_out": "token_embd.weight"}, "has no token_embd.weight"),
@@ -227,16 +227,16 @@ def test_the_largest_hostile_headers_cost_little(tmp_path: Path, what: str) -> N
         ({"metadata": {"tokenizer.ggml.model": "bert"}}, "The tokenizer 'bert'"),
     ],
 )
-def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict, said: str) -> None:
-    file = write_gguf(made_up(tmp_path / "source"), tmp_path / "model.gguf", **changes)
-    with pytest.raises(UserError, match=said) as caught:
+def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict, message: str) -> None:
+    file = write_gguf(random_model(tmp_path / "source"), tmp_path / "model.gguf", **changes)
+    with pytest.raises(UserError, match=message) as caught:
         read_model(file)
     assert str(file) in str(caught.value)
 
 
 def test_unknown_tensors_are_refused(tmp_path: Path) -> None:
     """A bias that nobody adds would change every result."""
-    source = made_up(tmp_path / "source")
+    source = random_model(tmp_path / "source")
     save_file(
         tensors_of(source) | {"model.layers.0.self_attn.q_norm.weight": np.zeros(64, np.float32)},
         source / "model.safetensors",
@@ -262,14 +262,16 @@ USUAL = 0.1 * float(np.log(4)) + 1
     ],
 )
 def test_scaling(tmp_path: Path, metadata: dict[str, Any], scaling: dict[str, Any] | None) -> None:
-    file = write_gguf(made_up(tmp_path / "source"), tmp_path / "model.gguf", metadata=metadata)
-    found = read_model(file).config.rope_scaling
-    assert (found is None) == (scaling is None)
-    assert {name: getattr(found, name) for name in scaling or {}} == (scaling or {})
+    file = write_gguf(random_model(tmp_path / "source"), tmp_path / "model.gguf", metadata=metadata)
+    actual = read_model(file).config.rope_scaling
+    assert (actual is None) == (scaling is None)
+    assert {name: getattr(actual, name) for name in scaling or {}} == (scaling or {})
 
 
 def test_a_window_makes_it_mistral(tmp_path: Path) -> None:
-    file = write_gguf(made_up(tmp_path / "source"), tmp_path / "model.gguf", metadata={"attention.sliding_window": 16})
+    file = write_gguf(
+        random_model(tmp_path / "source"), tmp_path / "model.gguf", metadata={"attention.sliding_window": 16}
+    )
     config = read_model(file).config
     assert (config.architecture, config.sliding_windows) == ("mistral", (16,))
 
@@ -313,7 +315,7 @@ def exact_rows(bits: int) -> np.ndarray:
     return (codes * scales * 2.0**-10 - lows * 2.0**-8).astype(np.float32).reshape(6, 512)
 
 
-def made(kind: str, rows: int = 64) -> np.ndarray:
+def random_weights(kind: str, rows: int = 64) -> np.ndarray:
     rng = np.random.default_rng(3)
     values = rng.normal(0, 1, (rows, 1024)) if kind == "gaussian" else rng.standard_t(3, (rows, 1024))
     return values.astype(np.float32)
@@ -329,7 +331,7 @@ def test_what_can_be_held_exactly_is(bits: int) -> None:
 @pytest.mark.parametrize("kind", ["gaussian", "heavy"])
 @pytest.mark.parametrize("bits", KINDS)
 def test_the_error_is_that_of_llama_cpp(bits: int, kind: str) -> None:
-    values = made(kind)
+    values = random_weights(kind)
     error = np.sqrt(np.mean((unpacked(values, bits) - values) ** 2)) / values.std()
     print(bits, kind, error)
     assert error < 1.03 * GGML[bits, kind]
@@ -339,7 +341,7 @@ def test_the_error_is_that_of_llama_cpp(bits: int, kind: str) -> None:
 def test_odd_values(bits: int) -> None:
     zeros = np.zeros((1, SUPER), np.float32)
     np.testing.assert_array_equal(unpacked(zeros, bits), zeros)
-    outlier = made("gaussian", 1)[:, :SUPER]
+    outlier = random_weights("gaussian", 1)[:, :SUPER]
     outlier[0, 7] = 1000.0
     cases = {
         "constant": np.full((1, SUPER), 0.37),
@@ -350,15 +352,15 @@ def test_odd_values(bits: int) -> None:
         "half zero": np.where(np.arange(SUPER) < 100, 0.0, 0.5)[None],
     }
     for name, values in cases.items():
-        found = unpacked(values, bits)
-        assert np.abs(found - values).max() <= 0.05 * np.abs(values).max(), name
+        actual = unpacked(values, bits)
+        assert np.abs(actual - values).max() <= 0.05 * np.abs(values).max(), name
     # Too small for 16 bits, and so zero or nearly.
-    assert np.abs(unpacked(made("gaussian", 1) * 1e-12, bits)).max() < 1e-6
+    assert np.abs(unpacked(random_weights("gaussian", 1) * 1e-12, bits)).max() < 1e-6
 
 
 @pytest.mark.parametrize("bits", KINDS)
 def test_super_blocks_know_nothing_of_each_other(bits: int) -> None:
-    rows = made("heavy", CHUNK // 4 + 3)
+    rows = random_weights("heavy", CHUNK // 4 + 3)
     packed = quantize_k(rows, bits)
     for row in (0, 1, len(rows) - 1):
         np.testing.assert_array_equal(packed[row : row + 1], quantize_k(rows[row : row + 1], bits))

@@ -85,7 +85,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
 }
 
 
-def made(directory: Path, name: str, **stated: Any) -> Path:
+def make_model(directory: Path, name: str, **stated: Any) -> Path:
     return small(directory, MODELS[name][0], **{**MODELS[name][1], **stated})
 
 
@@ -95,14 +95,14 @@ def logits(path: Path, device: Device) -> np.ndarray:
     return full_logits(model, [Segment(np.arange(5, 29))])[0]
 
 
-def assert_same_logits(device: Device, found: Path, expected: Path, share: float = 1e-5) -> None:
+def assert_same_logits(device: Device, actual: Path, expected: Path, share: float = 1e-5) -> None:
     theirs = logits(expected, device)
-    np.testing.assert_allclose(logits(found, device), theirs, rtol=0, atol=share * np.abs(theirs).max())
+    np.testing.assert_allclose(logits(actual, device), theirs, rtol=0, atol=share * np.abs(theirs).max())
 
 
-def assert_same_config(found: ModelConfig, expected: ModelConfig) -> None:
+def assert_same_config(actual: ModelConfig, expected: ModelConfig) -> None:
     """But for the rounding of rope's numbers to float32, and for the ends that the tokenizer states."""
-    scaling = found.rope_scaling
+    scaling = actual.rope_scaling
     if scaling is not None:
         assert scaling.attention_factor == pytest.approx(expected.rope_scaling.attention_factor, rel=1e-6)
         numbers = {"attention_factor": expected.rope_scaling.attention_factor}
@@ -110,14 +110,14 @@ def assert_same_config(found: ModelConfig, expected: ModelConfig) -> None:
             np.testing.assert_allclose(scaling.factors, expected.rope_scaling.factors, rtol=1e-6)
             numbers["factors"] = expected.rope_scaling.factors
         scaling = replace(scaling, **numbers)
-    assert replace(found, eos_token_ids=expected.eos_token_ids, rope_scaling=scaling) == expected
+    assert replace(actual, eos_token_ids=expected.eos_token_ids, rope_scaling=scaling) == expected
 
 
 @pytest.mark.parametrize("name", sample([*MODELS], 1 / 3))
 def test_exported_and_read_back(device: Device, tmp_path: Path, name: str) -> None:
     """The same config and logits; what an adapter is merged into, from either form, is the same too."""
     _, _, theirs, stated = MODELS[name]
-    model, file = made(tmp_path / "model", name), tmp_path / "f16.gguf"
+    model, file = make_model(tmp_path / "model", name), tmp_path / "f16.gguf"
     export_model(model, file, "f16")
     facts, _ = read(file)
     assert facts["general.architecture"] == theirs
@@ -136,23 +136,23 @@ def test_exported_and_read_back(device: Device, tmp_path: Path, name: str) -> No
 def test_rope_and_norms_as_tensors(device: Device, tmp_path: Path) -> None:
     llama = small(tmp_path / "llama", "llama", rope_parameters=LLAMA3)
     exported: dict[str, dict[str, Any]] = {}
-    for model in (llama, made(tmp_path / "phi", "phi"), made(tmp_path / "gemma2", "gemma2")):
+    for model in (llama, make_model(tmp_path / "phi", "phi"), make_model(tmp_path / "gemma2", "gemma2")):
         export_model(model, tmp_path / f"{model.name}.gguf", "f16")
         exported[model.name] = read(tmp_path / f"{model.name}.gguf")[1]
     assert_same_logits(device, tmp_path / "llama.gguf", llama)
     factors = values(exported["llama"]["rope_freqs.weight"])
     assert (factors[0], factors[-1]) == (1.0, 4.0)  # of the fastest pair, and the config's factor of the slowest
     assert (np.diff(factors) >= 0).all()
-    found = values(exported["phi"]["rope_factors_long.weight"])
-    np.testing.assert_array_equal(found, np.float32(LONGROPE["long_factor"]))
+    stored_values = values(exported["phi"]["rope_factors_long.weight"])
+    np.testing.assert_array_equal(stored_values, np.float32(LONGROPE["long_factor"]))
     stored = load_file(model / "model.safetensors")["model.layers.1.post_feedforward_layernorm.weight"]
-    found = values(exported["gemma2"]["blk.1.post_ffw_norm.weight"])
-    np.testing.assert_array_equal(found, stored.astype(np.float32) + 1)
+    stored_values = values(exported["gemma2"]["blk.1.post_ffw_norm.weight"])
+    np.testing.assert_array_equal(stored_values, stored.astype(np.float32) + 1)
 
 
 def test_ministral3_as_the_converter_states_it(device: Device, tmp_path: Path) -> None:
     """Yarn's factor as a multiplier."""
-    model, file = made(tmp_path / "model", "ministral3"), tmp_path / "f16.gguf"
+    model, file = make_model(tmp_path / "model", "ministral3"), tmp_path / "f16.gguf"
     export_model(model, file, "f16")
     stated = {"mistral3.rope.scaling.yarn_log_multiplier": 1.0, "mistral3.rope.scaling.attn_factor": None}
     converted = changed(file, tmp_path / "converted.gguf", stated)
@@ -164,7 +164,7 @@ def test_ministral3_as_the_converter_states_it(device: Device, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("architecture", "stated", "said"),
+    ("architecture", "stated", "note_text"),
     [
         ("mistral", {"sliding_window": 7}, "up to 7 tokens are exact"),
         ("ministral3", {**MINISTRAL, "sliding_window": 9}, "ignores this model's sliding window of 9"),
@@ -172,10 +172,10 @@ def test_ministral3_as_the_converter_states_it(device: Device, tmp_path: Path) -
         ("qwen2", {"use_sliding_window": False}, ""),
     ],
 )
-def test_what_llama_cpp_ignores_is_said(tmp_path: Path, architecture: str, stated: dict, said: str) -> None:
+def test_what_llama_cpp_ignores_is_said(tmp_path: Path, architecture: str, stated: dict, note_text: str) -> None:
     model = small(tmp_path / "model", architecture, **stated)
     notes = export_model(model, tmp_path / "m.gguf").notes
-    assert any(said in note for note in notes) == bool(said)
+    assert any(note_text in note for note in notes) == bool(note_text)
     assert config_of(tmp_path / "m.gguf").sliding_windows == load_config(model).sliding_windows
 
 
@@ -208,9 +208,9 @@ def test_a_model_with_a_vision_tower(
     assert "only the text part of this model is used" in note
     assert skipped in note
     export_model(text, tmp_path / "text.gguf", "f16")
-    (_, found), (_, expected) = read(tmp_path / "whole.gguf"), read(tmp_path / "text.gguf")
-    assert found.keys() == expected.keys()
-    assert all(np.array_equal(found[name].data, expected[name].data) for name in found)
+    (_, actual), (_, expected) = read(tmp_path / "whole.gguf"), read(tmp_path / "text.gguf")
+    assert actual.keys() == expected.keys()
+    assert all(np.array_equal(actual[name].data, expected[name].data) for name in actual)
     assert_same_config(config_of(tmp_path / "whole.gguf"), load_config(text))
 
 
@@ -250,14 +250,14 @@ def test_what_llama_cpp_cannot_compute(tmp_path: Path, architecture: str, change
 
 
 def test_delta_nets_in_the_order_of_llama_cpp(tmp_path: Path) -> None:
-    model = made(tmp_path / "model", "qwen35")
+    model = make_model(tmp_path / "model", "qwen35")
     adapter = make_adapter(tmp_path / "adapter", model)
     export_model(model, tmp_path / "m.gguf", "f16")
     export_adapter(model, adapter, tmp_path / "lora.gguf")
-    found = {name: values(tensor) for name, tensor in read(tmp_path / "m.gguf")[1].items()}
+    tensors = {name: values(tensor) for name, tensor in read(tmp_path / "m.gguf")[1].items()}
     stored = {name: tensor.astype(np.float32) for name, tensor in load_file(model / "model.safetensors").items()}
     order, taps = [0, 3, 1, 4, 2, 5], stored[f"{NET}.conv1d.weight"][:, 0]
-    np.testing.assert_allclose(found["blk.0.ssm_a"], -np.exp(stored[f"{NET}.A_log"])[order], rtol=1e-6)
+    np.testing.assert_allclose(tensors["blk.0.ssm_a"], -np.exp(stored[f"{NET}.A_log"])[order], rtol=1e-6)
     for name, expected in {
         "blk.0.ssm_dt.bias": stored[f"{NET}.dt_bias"][order],
         "blk.0.ssm_norm.weight": stored[f"{NET}.norm.weight"],
@@ -265,7 +265,7 @@ def test_delta_nets_in_the_order_of_llama_cpp(tmp_path: Path) -> None:
         "blk.0.ssm_conv1d.weight": np.concatenate([taps[:64], taps[64:].reshape(6, 16, 4)[order].reshape(96, 4)]),
         "blk.1.post_attention_norm.weight": stored["model.layers.1.post_attention_layernorm.weight"] + 1,
     }.items():
-        np.testing.assert_array_equal(found[name], expected)
+        np.testing.assert_array_equal(tensors[name], expected)
     out = load_file(adapter / "adapter_model.safetensors")[f"base_model.model.{NET}.out_proj.lora_A.weight"]
     factor = values(read(tmp_path / "lora.gguf")[1]["blk.0.ssm_out.weight.lora_a"])
     np.testing.assert_array_equal(factor, out.reshape(-1, 2, 3, 16).swapaxes(1, 2).reshape(out.shape))
@@ -273,7 +273,7 @@ def test_delta_nets_in_the_order_of_llama_cpp(tmp_path: Path) -> None:
 
 def test_quantised_delta_nets_are_decoded_first(tmp_path: Path) -> None:
     """As their columns are in another order."""
-    model = made(tmp_path / "model", "qwen35")
+    model = make_model(tmp_path / "model", "qwen35")
     export_model(model, tmp_path / "m.gguf", "q8_0")
     checkpoint = read_model(tmp_path / "m.gguf").checkpoint
     stored = load_file(model / "model.safetensors")
@@ -286,7 +286,9 @@ def test_quantised_delta_nets_are_decoded_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kinds", "regular"), [("LLL", True), ("FFF", True), ("LFL", True), ("FLF", False)])
 def test_layers_in_any_order(tmp_path: Path, kinds: str, regular: bool) -> None:
-    model = made(tmp_path / "model", "qwen35", layer_types=[{"L": TYPES[0], "F": TYPES[1]}[kind] for kind in kinds])
+    model = make_model(
+        tmp_path / "model", "qwen35", layer_types=[{"L": TYPES[0], "F": TYPES[1]}[kind] for kind in kinds]
+    )
     export_model(model, tmp_path / "m.gguf", "f16")
     facts, _ = read(tmp_path / "m.gguf")
     assert ("qwen35.attention.recurrent_layers" in facts) != regular
@@ -295,7 +297,7 @@ def test_layers_in_any_order(tmp_path: Path, kinds: str, regular: bool) -> None:
 
 def test_a_layer_that_predicts_is_passed_over(device: Device, tmp_path: Path) -> None:
     """As in files of llama.cpp's converter, which counts it among the blocks."""
-    model = made(tmp_path / "model", "qwen35", layer_types=TYPES[:2] + TYPES[1:2])
+    model = make_model(tmp_path / "model", "qwen35", layer_types=TYPES[:2] + TYPES[1:2])
     export_model(model, tmp_path / "m.gguf", "f16")
     facts = {"qwen35.nextn_predict_layers": 1, "qwen35.attention.recurrent_layers": [True, False, False]}
     changed(tmp_path / "m.gguf", tmp_path / "mtp.gguf", facts)
@@ -309,12 +311,12 @@ def test_a_layer_that_predicts_is_passed_over(device: Device, tmp_path: Path) ->
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("qwen35")
-    export_model(made(directory / "model", "qwen35"), directory / "m.gguf", "f16")
+    export_model(make_model(directory / "model", "qwen35"), directory / "m.gguf", "f16")
     return directory / "m.gguf"
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"ssm.inner_size": 47}, "is not a multiple of qwen35.ssm.time_step_rank 6"),
         ({"ssm.inner_size": None}, "does not state qwen35.ssm.inner_size"),
@@ -330,9 +332,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"block_count": 2.5}, "num_hidden_layers"),
     ],
 )
-def test_impossible_metadata(exported: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_impossible_metadata(exported: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     stated = {f"qwen35.{key}": value for key, value in changes.items()}
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         config_of(changed(exported, tmp_path / "bad.gguf", stated))
 
 
@@ -347,7 +349,7 @@ def test_rates_that_are_no_numbers_are_found(exported: Path, tmp_path: Path, dev
 
 def test_extreme_rates(tmp_path: Path, device: Device) -> None:
     """A decay rate that is zero in float32 has no logarithm, but one of the smallest number decays nothing either."""
-    model = made(tmp_path / "model", "qwen35")
+    model = make_model(tmp_path / "model", "qwen35")
     stored = load_file(model / "model.safetensors")
     for last in (-200.0, 200.0):
         stored[f"{NET}.A_log"][-1] = last
@@ -362,7 +364,7 @@ def test_extreme_rates(tmp_path: Path, device: Device) -> None:
 
 def test_rates_stay_in_float32(tmp_path: Path) -> None:
     """Where the model has them so beside matrices of 16 bits."""
-    model = made(tmp_path / "model", "qwen35")
+    model = make_model(tmp_path / "model", "qwen35")
     rates = np.float32([1.2345678] * 6)
     save_file(load_file(model / "model.safetensors") | {f"{NET}.A_log": rates}, model / "model.safetensors")
     merge_adapter(model, make_adapter(tmp_path / "adapter", model), tmp_path / "merged", "bf16")

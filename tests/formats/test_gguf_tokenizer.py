@@ -39,9 +39,9 @@ texts = st.one_of(st.text(max_size=60), st.lists(st.sampled_from(NASTY), max_siz
 
 
 def built(path: Path, stated: Callable[[gguf.GGUFWriter], None], rows: int = 10**6, **keys: Any) -> Tokenizer:
-    found = read_tokenizer(read_header(header_only(path, stated, **keys)), rows)
-    assert found is not None
-    return found
+    tokenizer = read_tokenizer(read_header(header_only(path, stated, **keys)), rows)
+    assert tokenizer is not None
+    return tokenizer
 
 
 @cache
@@ -50,36 +50,36 @@ def of_the_demo() -> tuple[Tokenizer, Tokenizer]:
     import tempfile
 
     with tempfile.TemporaryDirectory() as directory:
-        found = built(Path(directory) / "demo.gguf", demo_tokenizer)
+        tokenizer = built(Path(directory) / "demo.gguf", demo_tokenizer)
     original = Tokenizer.load(DEMO)
     assert original is not None
-    return found, original
+    return tokenizer, original
 
 
 @settings(max_examples=300, deadline=None)
 @given(texts)
 def test_the_demos_ids(text: str) -> None:
-    found, original = of_the_demo()
-    assert found.encode_with_offsets(text) == original.encode_with_offsets(text)
-    assert found.encode(text, add_special_tokens=True) == original.encode(text, add_special_tokens=True)
+    tokenizer, original = of_the_demo()
+    assert tokenizer.encode_with_offsets(text) == original.encode_with_offsets(text)
+    assert tokenizer.encode(text, add_special_tokens=True) == original.encode(text, add_special_tokens=True)
     ids = original.encode(text)
     for skip in (True, False):
-        assert found.decode(ids, skip) == original.decode(ids, skip)
+        assert tokenizer.decode(ids, skip) == original.decode(ids, skip)
 
 
 @pytest.mark.parametrize("text", NASTY)
 def test_the_demos_nasty_ids(text: str) -> None:
-    found, original = of_the_demo()
-    assert found.encode_with_offsets(text) == original.encode_with_offsets(text)
-    assert found.decode(found.encode(text), skip_special_tokens=False) == unicodedata.normalize("NFC", text)
+    tokenizer, original = of_the_demo()
+    assert tokenizer.encode_with_offsets(text) == original.encode_with_offsets(text)
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == unicodedata.normalize("NFC", text)
 
 
 def test_the_demos_settings() -> None:
-    found, original = of_the_demo()
+    tokenizer, original = of_the_demo()
     for name in ("eos_id", "bos_id", "pad_id", "prefix_ids", "stop_ids", "special_ids", "special_texts", "vocab_size"):
-        assert getattr(found, name) == getattr(original, name), name
+        assert getattr(tokenizer, name) == getattr(original, name), name
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert found.render_with_spans(messages) == original.render_with_spans(messages)
+    assert tokenizer.render_with_spans(messages) == original.render_with_spans(messages)
 
 
 # As the tokenizer.json of Qwen2.5, Llama 3, Mistral Nemo and Qwen3.5 have it.
@@ -124,16 +124,16 @@ def test_byte_level_vocabularies(tmp_path: Path, pre: str) -> None:
     ids = original.get_vocab(with_added_tokens=True)
     tokens = [*sorted(ids, key=ids.__getitem__), "[PAD1]", "[PAD2]"]
     kinds = {"<|begin|>": 3, "<|eot_id|>": 3, "<think>": 4, "[PAD1]": 5, "[PAD2]": 5}
-    found = built(
+    tokenizer = built(
         tmp_path / "f.gguf", lambda w: byte_level(w, tokens, merges, kinds, pre), bos_token_id=bos, eos_token_id=bos + 1
     )
     for text in [*NASTY, *CORPUS[:1], "<think>a</think><|begin|>", " then 12345 then", "[PAD1]"]:
-        assert found.encode(text) == original.encode(text, add_special_tokens=False).ids, text
-        assert found.decode(found.encode(text), False) == text
-    assert found.encode("a", add_special_tokens=True) == [bos] * whole + found.encode("a")
-    assert found.prefix_ids == [bos] * whole
-    assert found.stop_ids == {bos + 1}
-    assert found.vocab_size == len(ids)
+        assert tokenizer.encode(text) == original.encode(text, add_special_tokens=False).ids, text
+        assert tokenizer.decode(tokenizer.encode(text), False) == text
+    assert tokenizer.encode("a", add_special_tokens=True) == [bos] * whole + tokenizer.encode("a")
+    assert tokenizer.prefix_ids == [bos] * whole
+    assert tokenizer.stop_ids == {bos + 1}
+    assert tokenizer.vocab_size == len(ids)
 
 
 def sentence_piece(tokens: list[str], scores: list[float]) -> Callable[[str], list[int]]:
@@ -148,10 +148,10 @@ def sentence_piece(tokens: list[str], scores: list[float]) -> Callable[[str], li
                 break
             at = -max(joined)[1]
             pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
-        found: list[int] = []
+        token_ids: list[int] = []
         for piece in pieces:
-            found += [ids[piece]] if piece in ids else [ids[f"<0x{byte:02X}>"] for byte in piece.encode()]
-        return found
+            token_ids += [ids[piece]] if piece in ids else [ids[f"<0x{byte:02X}>"] for byte in piece.encode()]
+        return token_ids
 
     return encode
 
@@ -193,26 +193,26 @@ def same_split(text: str) -> bool:
 def test_sentence_piece_vocabularies(tmp_path: Path, equal: bool) -> None:
     """Also where the converter gave every token the same score, as one of llama.cpp's does."""
     tokens, scores, _ = sentence_piece_vocabulary()
-    found = built(tmp_path / "f.gguf", lambda writer: spm(writer, equal), **SPM_KEYS)
+    tokenizer = built(tmp_path / "f.gguf", lambda writer: spm(writer, equal), **SPM_KEYS)
     encode = sentence_piece(tokens, scores)
 
     @settings(max_examples=200, deadline=None)
     @given(texts)
     def property_of(text: str) -> None:
         if not any(special in text for special in ("<s>", "</s>", "<unk>", "<tool>")):
-            ids = found.encode(text)
+            ids = tokenizer.encode(text)
             if same_split(text):
                 assert ids == encode(text)
-            assert found.decode(ids) == text.replace("▁", " ")
+            assert tokenizer.decode(ids) == text.replace("▁", " ")
 
     property_of()
-    assert len(found.encode("the theory")) < 6  # merges there are
-    assert found.encode("曜") == [tokens.index("▁"), *(tokens.index(f"<0x{byte:02X}>") for byte in "曜".encode())]
-    assert found.encode("a", add_special_tokens=True) == [1, *found.encode("a")]
-    assert found.encode("<tool>") == [len(tokens)]
-    assert found.encode("a</s>b") == [*found.encode("a"), 2, *found.encode("b")]
-    assert (found.bos_id, found.eos_id, found.vocab_size) == (1, 2, len(tokens) + 1)
-    assert found.stop_ids == {2}
+    assert len(tokenizer.encode("the theory")) < 6  # merges there are
+    assert tokenizer.encode("曜") == [tokens.index("▁"), *(tokens.index(f"<0x{byte:02X}>") for byte in "曜".encode())]
+    assert tokenizer.encode("a", add_special_tokens=True) == [1, *tokenizer.encode("a")]
+    assert tokenizer.encode("<tool>") == [len(tokens)]
+    assert tokenizer.encode("a</s>b") == [*tokenizer.encode("a"), 2, *tokenizer.encode("b")]
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (1, 2, len(tokens) + 1)
+    assert tokenizer.stop_ids == {2}
 
 
 def test_sentence_piece_settings(tmp_path: Path) -> None:
@@ -222,24 +222,24 @@ def test_sentence_piece_settings(tmp_path: Path) -> None:
         writer.add_add_bos_token(False)
         writer.add_add_eos_token(True)
 
-    found = built(tmp_path / "f.gguf", without_prefix, **SPM_KEYS)
-    assert found.decode(found.encode(" a b")) == " a b"
-    assert found.encode("a", add_special_tokens=True) == [*found.encode("a"), 2]
-    assert found.encode(" a")[0] != found.encode("a")[0]
+    tokenizer = built(tmp_path / "f.gguf", without_prefix, **SPM_KEYS)
+    assert tokenizer.decode(tokenizer.encode(" a b")) == " a b"
+    assert tokenizer.encode("a", add_special_tokens=True) == [*tokenizer.encode("a"), 2]
+    assert tokenizer.encode(" a")[0] != tokenizer.encode("a")[0]
 
 
 def test_chat_templates_by_name(tmp_path: Path) -> None:
     templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
-    found = built(tmp_path / "f.gguf", demo_tokenizer, chat_template=templates)
-    assert found.render([{"role": "user", "content": "a"}]) == "plain"
-    assert found.render([{"role": "user", "content": "a"}], tools=[{}]) == "tools"
+    tokenizer = built(tmp_path / "f.gguf", demo_tokenizer, chat_template=templates)
+    assert tokenizer.render([{"role": "user", "content": "a"}]) == "plain"
+    assert tokenizer.render([{"role": "user", "content": "a"}], tools=[{}]) == "tools"
 
 
 LETTERS_ONLY = [chr(code) for code in range(33, 127)]
 
 
 @pytest.mark.parametrize(
-    ("stated", "said"),
+    ("stated", "message"),
     [
         (lambda w: byte_level(w, ["a", "a"], [], {}), "the token 'a' twice"),
         (lambda w: byte_level(w, [], [], {}), "without tokens|not an array"),
@@ -258,12 +258,12 @@ LETTERS_ONLY = [chr(code) for code in range(33, 127)]
         (lambda w: w.add_tokenizer_model("t5"), "The tokenizer 't5'"),
     ],
 )
-def test_what_cannot_be_built_is_said(tmp_path: Path, stated: Any, said: str) -> None:
+def test_what_cannot_be_built_is_said(tmp_path: Path, stated: Any, message: str) -> None:
     def tolerant(writer: gguf.GGUFWriter) -> None:
         writer.add_add_bos_token = lambda value: writer.add_uint32("tokenizer.ggml.add_bos_token", value)
         stated(writer)
 
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         read_tokenizer(read_header(header_only(tmp_path / "f.gguf", tolerant)), 2000)
 
 
@@ -280,13 +280,13 @@ def test_runs_of_spaces_are_found_however_they_are_written(tmp_path: Path, run: 
         writer.add_add_space_prefix(False)
 
     path = header_only(tmp_path / "f.gguf", gemma, **SPM_KEYS)
-    found = read_tokenizer(read_header(path), len(tokens))
-    assert found is not None
-    a, b, two, three, one = (tokens.index(token) for token in ("a", "b", "  ", "   ", "\u2581"))
-    assert found.encode(f"a{run}b") == [a, two, b]
-    assert found.encode(f"a{run}\u2581b") == [a, three, b]
-    assert found.encode("a b\u2581a") == [a, one, b, one, a]
-    assert found.decode([a, two, b]) == "a  b"
+    tokenizer = read_tokenizer(read_header(path), len(tokens))
+    assert tokenizer is not None
+    a, b, two, three, single = (tokens.index(token) for token in ("a", "b", "  ", "   ", "\u2581"))
+    assert tokenizer.encode(f"a{run}b") == [a, two, b]
+    assert tokenizer.encode(f"a{run}\u2581b") == [a, three, b]
+    assert tokenizer.encode("a b\u2581a") == [a, single, b, single, a]
+    assert tokenizer.decode([a, two, b]) == "a  b"
 
 
 @pytest.mark.reference
@@ -306,8 +306,8 @@ def test_transformers_reads_the_same(tmp_path: Path, kind: str) -> None:
         if kind == "llama" and (text.startswith((" ", "▁")) or any(s in text for s in ("<s>", "</s>", "<unk>"))):
             continue  # transformers puts no space before a text that begins with one, nor after special tokens
         # theirs leaves NFC out, which Qwen's tokenizer.json has
-        known = unicodedata.normalize("NFC", text) if kind == "demo" else text
-        assert ours.encode(text) == theirs(known, add_special_tokens=False).input_ids, text
+        nfc_text = unicodedata.normalize("NFC", text) if kind == "demo" else text
+        assert ours.encode(text) == theirs(nfc_text, add_special_tokens=False).input_ids, text
 
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
@@ -367,8 +367,8 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, str, bool, int]]] = {
 @pytest.mark.parametrize("case", KNOWN)
 def test_known_kinds(case: str) -> None:
     content, (model, pre, space, notes) = KNOWN[case]
-    found = splitting_of(content, "It")
-    assert (found.model, found.pre, found.space_prefix, len(found.notes)) == (model, pre, space, notes)
+    splitting = splitting_of(content, "It")
+    assert (splitting.model, splitting.pre, splitting.space_prefix, len(splitting.notes)) == (model, pre, space, notes)
 
 
 UNKNOWN = {
@@ -435,15 +435,20 @@ def test_sentence_pieces(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no token <0x0A>"):
         vocabulary(model)
     facts, _ = read(tmp_path / "model.gguf")
-    said = {key.removeprefix("tokenizer.ggml."): value for key, value in facts.items() if "tokenizer" in key}
-    assert (said["model"], said["pre"], said["add_space_prefix"], said["add_bos_token"]) == ("llama", "default", 1, 1)
-    assert (said["bos_token_id"], said["eos_token_id"], said["unknown_token_id"]) == (1, 2, 0)
-    assert "merges" not in said
-    assert len(said["tokens"]) == 280
+    fields = {key.removeprefix("tokenizer.ggml."): value for key, value in facts.items() if "tokenizer" in key}
+    assert (fields["model"], fields["pre"], fields["add_space_prefix"], fields["add_bos_token"]) == (
+        "llama",
+        "default",
+        1,
+        1,
+    )
+    assert (fields["bos_token_id"], fields["eos_token_id"], fields["unknown_token_id"]) == (1, 2, 0)
+    assert "merges" not in fields
+    assert len(fields["tokens"]) == 280
     # unknown, control, bytes, normal, mine, padding
-    assert said["token_type"] == [2, 3, 3, *[6] * 256, *[1] * 6, 4, *[5] * 14]
-    assert said["tokens"][265:267] == [" mine", "[PAD266]"]
-    order = dict(zip(said["tokens"], said["scores"], strict=True))
+    assert fields["token_type"] == [2, 3, 3, *[6] * 256, *[1] * 6, 4, *[5] * 14]
+    assert fields["tokens"][265:267] == [" mine", "[PAD266]"]
+    order = dict(zip(fields["tokens"], fields["scores"], strict=True))
     assert order["▁a"] > order["ab"] > order["▁ab"] > order["a"]
 
 
@@ -461,16 +466,16 @@ def test_kinds_ends_and_templates(tmp_path: Path) -> None:
     edit(model / "generation_config.json", eos_token_id=[4093, 4097, 4098, 99999])
     (model / "additional_chat_templates").mkdir()
     (model / "additional_chat_templates" / "tool_use.jinja").write_text("{% generation %}x{%- endgeneration %}")
-    found = vocabulary(model)
-    assert found.kinds[4093:] == [3, 3, 3, 3, 4, 3, 5]
-    assert found.tokens[4099] == "[PAD4099]"
-    assert found.special == {"eos": 4093, "eot": 4095, "eom": 4097, "pad": 4093}
-    assert found.notes == [
+    gguf_vocabulary = vocabulary(model)
+    assert gguf_vocabulary.kinds[4093:] == [3, 3, 3, 3, 4, 3, 5]
+    assert gguf_vocabulary.tokens[4099] == "[PAD4099]"
+    assert gguf_vocabulary.special == {"eos": 4093, "eot": 4095, "eom": 4097, "pad": 4093}
+    assert gguf_vocabulary.notes == [
         "llama.cpp keeps spaces next to <stop>, which this tokenizer removes.",
         "llama.cpp does not stop at <stop>: pass them as stop strings.",
     ]
     export_model(model, tmp_path / "model.gguf")
     facts, _ = read(tmp_path / "model.gguf")
-    assert facts["tokenizer.chat_template.tool_use"] == found.templates["tool_use"] == "{# #}x{#- #}"
+    assert facts["tokenizer.chat_template.tool_use"] == gguf_vocabulary.templates["tool_use"] == "{# #}x{#- #}"
     assert facts["tokenizer.chat_templates"] == ["tool_use"]
     assert "<|im_start|>" in facts["tokenizer.chat_template"]

@@ -53,8 +53,8 @@ def test_logits_are_those_of_base_and_adapter(device: Device, tmp_path: Path, ar
         assert (output / INDEX).exists() == (dtype == "f32")
         merged = open_model(str(output), device, dtype)
         merged.load_weights()
-        found = full_logits(merged, segments)
-        for have, want, before in zip(found, expected, plain, strict=True):
+        actual = full_logits(merged, segments)
+        for have, want, before in zip(actual, expected, plain, strict=True):
             assert relative_error(have, want) < bound
             assert relative_error(before, want) > 0.1
 
@@ -65,18 +65,18 @@ def test_a_dora_is_merged_with_its_magnitudes(device: Device, tmp_path: Path) ->
     merge_adapter(base, FIXTURES / "peft" / "dora-patterns", tmp_path / "merged", "f32")
     merged = open_model(str(tmp_path / "merged"), device, "f32")
     merged.load_weights()
-    (found,) = full_logits(merged, [Segment(stored["dora-patterns.input_ids"][0])])
-    assert relative_error(found, stored["dora-patterns.logits"][0]) < 1e-4
+    (actual,) = full_logits(merged, [Segment(stored["dora-patterns.input_ids"][0])])
+    assert relative_error(actual, stored["dora-patterns.logits"][0]) < 1e-4
 
 
 def test_the_card_says_what_was_merged_and_events_what_was_written(tmp_path: Path) -> None:
     adapter = save_golden_adapter("qwen2", tmp_path / "adapter")
     (adapter / "README.md").write_text("---\nbase_model: x\n---\n\n# LoRA adapter\n\n| data SHA-256 | abc |\n")
-    told: list[tuple[str, int, int]] = []
-    events = hearing(written=lambda *event: told.append(event))
+    tensors: list[tuple[str, int, int]] = []
+    events = hearing(written=lambda *event: tensors.append(event))
     merge_adapter(source("qwen2"), adapter, tmp_path / "m", name="Qwen/Qwen2.5-0.5B", events=events)
     shapes = config_of(source("qwen2")).parameter_shapes()
-    assert told == [(name, number, len(shapes)) for number, name in enumerate(shapes, 1)]
+    assert tensors == [(name, number, len(shapes)) for number, name in enumerate(shapes, 1)]
     card = (tmp_path / "m" / "README.md").read_text()
     assert card.startswith("---\nbase_model: Qwen/Qwen2.5-0.5B\n")
     assert "base_model: x" not in card

@@ -34,7 +34,7 @@ class FakeHub(BaseHTTPRequestHandler):
 
     status = 200
     odd = False
-    seen: list[tuple[str, Any]]
+    requests: list[tuple[str, Any]]
 
     def do_GET(self) -> None:
         self._answer({"name": "me"})
@@ -42,7 +42,7 @@ class FakeHub(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         data = self.rfile.read(int(self.headers["Content-Length"]))
         lines = [json.loads(line) for line in data.splitlines()]
-        self.seen.append((self.path, lines))
+        self.requests.append((self.path, lines))
         if self.path == "/api/repos/create":
             self._answer({"url": f"http://{self.headers['Host']}/me/x", "name": "me/x", "id": "me/x"})
         elif self.path.endswith("/preupload/main"):
@@ -65,7 +65,7 @@ class FakeHub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub() -> Iterator[tuple[str, type[FakeHub]]]:
-    handler = type("Handler", (FakeHub,), {"seen": []})
+    handler = type("Handler", (FakeHub,), {"requests": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}", handler
@@ -94,10 +94,10 @@ def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize("public", [False, True])
 def test_one_commit_of_the_adapter_and_its_card(run: Path, hub: tuple[str, type[FakeHub]], public: bool) -> None:
     address, handler = hub
-    found = cli(str(run), "me/x", *["--public"] * public, HF_ENDPOINT=address, HF_TOKEN="hf_abc")
-    assert found.returncode == 0, found.stderr
-    assert "/me/x/commit/abc" in found.stdout
-    (_, created), (path, lines) = handler.seen[0], handler.seen[-1]
+    process = cli(str(run), "me/x", *["--public"] * public, HF_ENDPOINT=address, HF_TOKEN="hf_abc")
+    assert process.returncode == 0, process.stderr
+    assert "/me/x/commit/abc" in process.stdout
+    (_, created), (path, lines) = handler.requests[0], handler.requests[-1]
     assert created[0]["name"] == "x"
     private = created[0].get("private") is True or created[0].get("visibility") == "private"
     assert private == (not public)
@@ -132,9 +132,9 @@ def test_a_refusal_is_a_sentence(
     address, handler = hub
     for name, value in answer.items():
         setattr(handler, name, value)
-    found = cli(str(run), "me/x", **{"HF_ENDPOINT": address, **environment})
-    assert (found.returncode, found.stderr.count("\n")) == (2, 1)
-    assert says in found.stderr
+    process = cli(str(run), "me/x", **{"HF_ENDPOINT": address, **environment})
+    assert (process.returncode, process.stderr.count("\n")) == (2, 1)
+    assert says in process.stderr
 
 
 @pytest.mark.parametrize(
@@ -231,13 +231,13 @@ def test_models_and_what_is_not_one(tmp_path: Path) -> None:
     (place / "models").mkdir(parents=True)
     for path, content in ((place / "letter.txt", b"dear"), (place / "models" / "m.gguf", b"GGUF")):
         path.write_bytes(content)
-    for given, include, message in (
+    for source, include, message in (
         (place, [], "no adapter, .*no GGUF file|no GGUF file"),
         (place / "letter.txt", [], "not a directory"),
         (FIXTURES / "models" / "llama", ["*.gguf"], "leave no files"),
     ):
         with pytest.raises(UserError, match=message):
-            prepare(given, include)
+            prepare(source, include)
     (place / "m.gguf").write_bytes(b"GGUF")
     assert set(prepare(place).files) == {"m.gguf"}
 

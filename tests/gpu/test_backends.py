@@ -69,19 +69,19 @@ def test_a_backend_of_a_command(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv(ENVIRONMENT, AUTO)
     assert "no backend 'metal': choose one of auto" in run("info", "--backend", "metal").refusal()
     if installed(DAWN):
-        found = json.loads(run("info", "--backend", "dawn", "--json").out)
-        assert found["webgpu"].keys() == {"wgpudawn"}
+        report = json.loads(run("info", "--backend", "dawn", "--json").out)
+        assert report["webgpu"].keys() == {"wgpudawn"}
         assert os.environ[ENVIRONMENT] == DAWN  # for the processes that a command starts
 
 
 UNIT = MatrixConfiguration(16, 16, 16, "f16", "f32", lanes=32)
 
 
-@pytest.mark.parametrize(("kind", "matrices", "chosen"), [
+@pytest.mark.parametrize(("kind", "matrices", "expected"), [
     ("discrete", (UNIT,), DAWN), ("discrete", (), WGPU), ("software", (UNIT,), WGPU),
 ])  # fmt: skip
 def test_auto_takes_dawn_for_matrix_units_of_a_gpu(
-    kind: str, matrices: tuple[MatrixConfiguration, ...], chosen: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, matrices: tuple[MatrixConfiguration, ...], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def describe(index: int, adapter: str, webgpu: Any) -> DeviceInfo:
         return DeviceInfo(index, adapter, "", 1, "Vulkan", kind, (), {}, 2, matrices if webgpu.name == DAWN else ())
@@ -92,7 +92,7 @@ def test_auto_takes_dawn_for_matrix_units_of_a_gpu(
     monkeypatch.setattr(device_list, "_sorted_adapters", lambda webgpu: listed[webgpu.name])
     monkeypatch.setattr(device_list, "describe", describe)
     webgpu, info, adapter = device_list.choose_backend(2, AUTO)
-    assert (webgpu.name, info.index, adapter) == (chosen, 1 if chosen == DAWN else 2, "gpu")
+    assert (webgpu.name, info.index, adapter) == (expected, 1 if expected == DAWN else 2, "gpu")
 
 
 def test_matrix_units_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,16 +117,20 @@ def test_tilings_of_matrix_units() -> None:
     capabilities = Capabilities(32, f16=True, workgroup_bytes=65536, matrix=UNIT)
     call = SimpleNamespace(form="nt", m=512, n=512, k=512, a_type="f16")
     tilings = matmul_tuning.on_matrix_units(capabilities, call)
-    assert [(one.rows * one.height, one.cols * one.width) for one in tilings] == [(128, 128), (128, 64), (64, 64)]
+    assert [(tiling.rows * tiling.height, tiling.cols * tiling.width) for tiling in tilings] == [
+        (128, 128),
+        (128, 64),
+        (64, 64),
+    ]
     many = matmul_tuning.on_matrix_units(replace(capabilities, threads=512), call)
     assert [many[0].lanes, many[0].rows * many[0].height, many[1:]] == [512, 256, tilings]
     assert not matmul_tuning.on_matrix_units(replace(capabilities, matrix=None), call)
     assert not matmul_tuning.on_matrix_units(capabilities, SimpleNamespace(**{**vars(call), "a_type": "f32"}))
     assert not matmul_tuning.on_matrix_units(capabilities, SimpleNamespace(**{**vars(call), "m": 1}))
     small = matmul_tuning.on_matrix_units(replace(capabilities, workgroup_bytes=16384), call)
-    assert [one.lanes for one in small] == [256, 128]
-    assert [one.span for one in tilings] == [32, 64, 32]
-    assert {one.span for one in small} == {32}, "rounds are shorter where memory is"
+    assert [tiling.lanes for tiling in small] == [256, 128]
+    assert [tiling.span for tiling in tilings] == [32, 64, 32]
+    assert {tiling.span for tiling in small} == {32}, "rounds are shorter where memory is"
     in_f16 = matmul_tuning.on_matrix_units(replace(capabilities, matrix=replace(UNIT, sums="f16")), call)
-    assert {(one.sums, one.span) for one in in_f16} == {("f16", 32)}
-    assert [Tiling.from_json(one.to_json()) for one in in_f16] == in_f16
+    assert {(tiling.sums, tiling.span) for tiling in in_f16} == {("f16", 32)}
+    assert [Tiling.from_json(tiling.to_json()) for tiling in in_f16] == in_f16

@@ -24,26 +24,26 @@ from wgpu_lora.ops.elementwise import add_forward, fill
 
 
 def test_adapters_are_listed_best_first() -> None:
-    found = list_devices()
-    assert found
-    assert [info.index for info in found] == list(range(len(found)))
-    ranks = [PREFERENCE[info.kind] for info in found]
+    devices = list_devices()
+    assert devices
+    assert [info.index for info in devices] == list(range(len(devices)))
+    ranks = [PREFERENCE[info.kind] for info in devices]
     assert ranks == sorted(ranks)
-    assert found[0].as_dict()["limits"]["max-storage-buffers-per-shader-stage"] >= 8
-    assert list_devices() == found
+    assert devices[0].as_dict()["limits"]["max-storage-buffers-per-shader-stage"] >= 8
+    assert list_devices() == devices
 
 
 def test_an_adapter_is_chosen_by_number_name_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = list_devices()
-    for info in found:
+    devices = list_devices()
+    for info in devices:
         assert choose(info.index)[0] == info
         assert choose(str(info.index))[0] == info
-    assert choose(found[-1].name.upper())[0].name == found[-1].name
+    assert choose(devices[-1].name.upper())[0].name == devices[-1].name
     monkeypatch.delenv("WGPU_LORA_DEVICE", raising=False)
-    assert choose(None)[0] == found[0]
-    monkeypatch.setenv("WGPU_LORA_DEVICE", str(found[-1].index))
-    assert choose(None)[0] == found[-1]
-    assert choose(0)[0] == found[0]
+    assert choose(None)[0] == devices[0]
+    monkeypatch.setenv("WGPU_LORA_DEVICE", str(devices[-1].index))
+    assert choose(None)[0] == devices[-1]
+    assert choose(0)[0] == devices[0]
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def marked() -> list[Any]:
 
 
 def reference(case: Case, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
-    given = {name: as_float64(arrays[name]) if name in arrays else None for name in case.kernel.bindings}
-    result = case.kernel(**given, **case.constants)
+    operands = {name: as_float64(arrays[name]) if name in arrays else None for name in case.kernel.bindings}
+    result = case.kernel(**operands, **case.constants)
     return [
         np.asarray(values).reshape(arrays[name].shape)
         for name, values in zip(case.outputs(arrays), result if isinstance(result, tuple) else (result,), strict=True)
@@ -83,12 +83,12 @@ def compare_codes(case: Case, arrays: dict[str, np.ndarray], got: np.ndarray) ->
 def compare_coarse(case: Case, arrays: dict[str, np.ndarray], name: str, got: np.ndarray) -> None:
     """Between the references of inputs that are slightly smaller and larger."""
     at, moving = case.outputs(arrays).index(name), as_float64(arrays[case.moving])
-    found = [
+    results = [
         reference(case, {**arrays, case.moving: moving * (1 + e)})[at].astype(np.float64)
         for e in (-1e-5, -1e-6, 0, 1e-6, 1e-5)
     ]
-    assert ((got >= np.minimum.reduce(found)) & (got <= np.maximum.reduce(found))).all(), name
-    assert (np.minimum.reduce(found) == np.maximum.reduce(found)).mean() > 0.99
+    assert ((got >= np.minimum.reduce(results)) & (got <= np.maximum.reduce(results))).all(), name
+    assert (np.minimum.reduce(results) == np.maximum.reduce(results)).mean() > 0.99
 
 
 def main_tilings(device: Device, case: Case) -> Sequence[Tiling]:
@@ -171,10 +171,10 @@ def changed(case: Case) -> bool:
 @pytest.mark.parametrize("case", sample([c for c in ALL if not c.slow], 1 / 3, changed), ids=lambda case: case.label)
 def test_kernel_in_other_tilings(device: Device, case: Case, rng: np.random.Generator) -> None:
     main = main_tilings(device, case)
-    others = [tiling for tiling in case.kernel.tilings(device.capabilities, case.constants) if tiling not in main]
-    if not others:
+    tilings = [tiling for tiling in case.kernel.tilings(device.capabilities, case.constants) if tiling not in main]
+    if not tilings:
         pytest.skip("no other tilings of it on this device: test_kernel ran them all")
-    check(case, rng, others, device)
+    check(case, rng, tilings, device)
 
 
 # On 8 lanes, of the three widths of a lane's columns, and of two vectors per lane; the last is over a cache.
@@ -218,13 +218,13 @@ def test_attention_of_gpus_goes_through_workgroup_memory_first(name: str) -> Non
     kernel = REGISTRY[name]
     for registers, dim in itertools.product((128, 256), (64, 80, 96, 128)):
         call = {**kernel.defaults, "rows": 512, "kv_heads": 2, "group": 2, "dim": dim, "scale": 0.1}
-        first, *others = kernel.tilings(Capabilities(0, registers=registers), call)
+        first, *alternatives = kernel.tilings(Capabilities(0, registers=registers), call)
         assert first.family == WORKGROUP
-        assert others[-1].family == "plain"
+        assert alternatives[-1].family == "plain"
         assert kernel.tilings(Capabilities(32, registers=registers), call)[0] == first
         assert kernel.tilings(Capabilities(0, registers=16), call)[0].family == "plain"
         assert kernel.tilings(Capabilities(0, registers=registers), {**call, "rows": 1})[0].family == "plain"
-        assert {one.family for one in kernel.tilings(Capabilities(0, software=True), call)} == {"plain"}
+        assert {tiling.family for tiling in kernel.tilings(Capabilities(0, software=True), call)} == {"plain"}
 
 
 @pytest.mark.parametrize("name", ["attention_forward", "attention_backward_q", "attention_backward_kv"])
@@ -291,9 +291,9 @@ def test_texts_are_valid_within_default_limits(device: Device, dawn: Device | No
     and, except for 64-bit integers, in Tint."""
     sizes = SUBGROUP_SIZES if "subgroup" in device.features else [0]
     for text, tiling in {k: v for case in CASES[name] for size in sizes for k, v in texts(case, size).items()}.items():
-        for one in (device, dawn):
-            if one and (one is device or "u64" not in text):
-                one.webgpu.module(one.raw, text, f"{name} {tiling}", checked=True)
+        for gpu in (device, dawn):
+            if gpu and (gpu is device or "u64" not in text):
+                gpu.webgpu.module(gpu.raw, text, f"{name} {tiling}", checked=True)
         assert text.count("var<storage") <= 8
         # && and || skip their right side in some lanes, of which others then read undefined values (on NVIDIA)
         assert not re.search(r"(&&|\|\|)[^;{}]*\bsubgroup[A-Z]", text)

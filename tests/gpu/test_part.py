@@ -33,10 +33,10 @@ def everything_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def result(kernel: Any, arrays: Arrays, constants: dict[str, Any]) -> Arrays:
     """The arrays, with what the reference writes."""
-    found = kernel(**{n: as_float64(arrays[n]) if n in arrays else None for n in kernel.bindings}, **constants)
-    written = [n for n in kernel.outputs if n in arrays]
-    values = found if isinstance(found, tuple) else (found,)
-    return arrays | {n: np.asarray(v).reshape(arrays[n].shape) for n, v in zip(written, values, strict=True)}
+    output = kernel(**{n: as_float64(arrays[n]) if n in arrays else None for n in kernel.bindings}, **constants)
+    outputs = [n for n in kernel.outputs if n in arrays]
+    values = output if isinstance(output, tuple) else (output,)
+    return arrays | {n: np.asarray(v).reshape(arrays[n].shape) for n, v in zip(outputs, values, strict=True)}
 
 
 def compare(kernel: Any, arrays: Arrays, constants: dict[str, Any]) -> dict[str, Any]:
@@ -119,12 +119,12 @@ def test_rows_that_nobody_asked_for_are_left_out(first: int, count: int, rng: np
     assert smaller["count"] <= min(count, ids.size + 1)
 
 
-@pytest.mark.parametrize(("count", "wanted"), [(1, 3), (3, 3), (4, 3), (1000, 32), (32, 32), (33, 32)])
-def test_picks_are_spread_over_the_whole(count: int, wanted: int) -> None:
-    found = reference_values.evenly_spaced(count, wanted)
-    assert (found[0], found[-1], found.size) == (0, count - 1, min(count, wanted))
-    assert (np.diff(found) > 0).all()
-    assert count <= wanted or np.diff(found).max() <= -(-count // (wanted - 1))
+@pytest.mark.parametrize(("count", "limit"), [(1, 3), (3, 3), (4, 3), (1000, 32), (32, 32), (33, 32)])
+def test_picks_are_spread_over_the_whole(count: int, limit: int) -> None:
+    positions = reference_values.evenly_spaced(count, limit)
+    assert (positions[0], positions[-1], positions.size) == (0, count - 1, min(count, limit))
+    assert (np.diff(positions) > 0).all()
+    assert count <= limit or np.diff(positions).max() <= -(-count // (limit - 1))
 
 
 # -- all others, on their test cases -----------------------------------------------------------------------------------
@@ -135,8 +135,10 @@ CUT = [case for cases in CASES.values() for case in cases if case.kernel.part an
 
 
 def test_every_kernel_has_a_case_that_is_cut(rng: np.random.Generator) -> None:
-    found = {one.kernel.name for one in CUT if one.kernel.part(one.make(rng), {**one.kernel.defaults, **one.constants})}
-    assert found == {kernel.name for kernel in REGISTRY.values() if kernel.part}
+    kernels = {
+        case.kernel.name for case in CUT if case.kernel.part(case.make(rng), {**case.kernel.defaults, **case.constants})
+    }
+    assert kernels == {kernel.name for kernel in REGISTRY.values() if kernel.part}
 
 
 @pytest.mark.parametrize("case", sample(CUT, 1 / 5), ids=lambda case: case.label)

@@ -39,12 +39,12 @@ def test_what_lives_together_never_overlaps(spans: Spans) -> None:
     lives = lifetimes(spans)
     plan = plan_arenas(lives, MAX_ARENA, MAX_ARENA)
     places = [(s, *plan.places[s], *lives[s]) for s in lives]
-    for i, (one, arena, offset, first, last) in enumerate(places):
+    for i, (buffer, arena, offset, first, last) in enumerate(places):
         assert offset % ALIGNMENT == 0
-        assert offset + one.nbytes <= plan.sizes[arena] <= MAX_ARENA
+        assert offset + buffer.nbytes <= plan.sizes[arena] <= MAX_ARENA
         for other, other_arena, other_offset, other_first, other_last in places[:i]:
             if arena == other_arena and first <= other_last and other_first <= last:
-                assert offset + one.nbytes <= other_offset or other_offset + other.nbytes <= offset
+                assert offset + buffer.nbytes <= other_offset or other_offset + other.nbytes <= offset
     assert all(size % ALIGNMENT == 0 for size in plan.sizes)
 
 
@@ -163,11 +163,11 @@ def test_a_replay_repeats_itself_and_every_byte_is_counted(device: Device, rng: 
 
 def gradients(device: Device, x: np.ndarray, forward: Callable[[Recorder, Tensor], Tensor], recompute: bool) -> Any:
     """(gradient of forward(x)'s sum by x, bytes of the plan)."""
-    (given,) = upload(device, x)
+    (parameter,) = upload(device, x)
     program = Program(device)
     rec = Recorder(program, training=True, recompute=recompute)
-    rec.node(lambda: None, inputs=[], outputs=[given], trains=True)
-    y = forward(rec, given)
+    rec.node(lambda: None, inputs=[], outputs=[parameter], trains=True)
+    y = forward(rec, parameter)
 
     def seed() -> None:
         dy = rec.new_gradient(y)
@@ -179,9 +179,9 @@ def gradients(device: Device, x: np.ndarray, forward: Callable[[Recorder, Tensor
     arena = Arena(device, Arena.sizes_for([plan]))
     program.build(arena)
     program.run()
-    result = values(device, rec.gradient(given))
+    result = values(device, rec.gradient(parameter))
     arena.free()
-    device.free(given.storage.buffer)
+    device.free(parameter.storage.buffer)
     return result, plan.nbytes
 
 

@@ -85,8 +85,8 @@ def test_a_tiling_that_the_driver_cannot_compile_is_left_out(
         return compile(self, key, source)
 
     monkeypatch.setattr(Device, "compute_pipeline", compute_pipeline)
-    (chosen,) = Tuner(device, directory=tmp_path).tune([program]).values()
-    assert chosen != first
+    (tiling,) = Tuner(device, directory=tmp_path).tune([program]).values()
+    assert tiling != first
     assert device.allocated == before
 
 
@@ -142,40 +142,40 @@ def test_every_size_is_timed_on_its_own(device: Device, tmp_path: Path, monkeypa
     assert all(len(entry["seconds"]) > 1 and "like" not in entry for entry in content["entries"].values())
 
 
-@pytest.mark.parametrize(("each", "compared"), [(2.0, True), (7.0, True), (16.0, False)])
+@pytest.mark.parametrize(("compile_seconds", "compared"), [(2.0, True), (7.0, True), (16.0, False)])
 def test_sizes_are_compared_although_their_defaults_take_all_of_the_time(
-    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each: float, compared: bool
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compile_seconds: float, compared: bool
 ) -> None:
     """Half of the time is for other tilings. Where there is no time for a second one, the last event says so."""
     clock = 0.0
 
     def seconds(self: Tuner, call: Any, tiling: Any) -> float:
         nonlocal clock
-        clock += each
+        clock += compile_seconds
         return 1.0
 
     monkeypatch.setattr(time, "perf_counter", lambda: clock)
     monkeypatch.setattr(Tuner, "_verdict", verdicts())
     monkeypatch.setattr(Tuner, "_seconds", seconds)
-    seen: list[Tuning] = []
+    events: list[Tuning] = []
     programs = [product(device, n=20 * n)[0] for n in range(1, 20)]
-    Tuner(device, directory=tmp_path).tune(programs, hearing(tuning=lambda tuning: seen.append(replace(tuning))))
-    assert (seen[-1].sizes_done > 0, seen[-1].over, seen[-1].longest) == (compared, True, each)
-    assert seen[-1].seconds <= max(each, seen[-1].limit)
+    Tuner(device, directory=tmp_path).tune(programs, hearing(tuning=lambda tuning: events.append(replace(tuning))))
+    assert (events[-1].sizes_done > 0, events[-1].over, events[-1].longest) == (compared, True, compile_seconds)
+    assert events[-1].seconds <= max(compile_seconds, events[-1].limit)
 
 
 def test_it_says_how_long_it_will_take(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing before anything was timed on the device, then from what a tiling took, up to the limit."""
     monkeypatch.setattr(Tuner, "_seconds", lambda *_: 1.0)
     monkeypatch.setattr(Tuner, "_verdict", verdicts())
-    seen: list[Tuning] = []
+    events: list[Tuning] = []
     first, other = (product(device, n=n)[0] for n in (20, 600))
     assert Tuner(device, directory=tmp_path).estimate([first]).expected is None
-    Tuner(device, directory=tmp_path).tune([first], hearing(tuning=lambda tuning: seen.append(replace(tuning))))
-    assert [tuning.over for tuning in seen] == [*[False] * (len(seen) - 1), True]
-    assert [tuning.tilings_done for tuning in seen] == [*range(len(seen) - 1), seen[-1].tilings]
-    assert (seen[0].sizes, seen[-1].sizes_done, seen[0].kernel, seen[0].expected) == (1, 1, "matmul_nt", None)
-    assert all(0 < tuning.expected <= tuning.limit for tuning in seen[1:])  # type: ignore[operator]
+    Tuner(device, directory=tmp_path).tune([first], hearing(tuning=lambda tuning: events.append(replace(tuning))))
+    assert [tuning.over for tuning in events] == [*[False] * (len(events) - 1), True]
+    assert [tuning.tilings_done for tuning in events] == [*range(len(events) - 1), events[-1].tilings]
+    assert (events[0].sizes, events[-1].sizes_done, events[0].kernel, events[0].expected) == (1, 1, "matmul_nt", None)
+    assert all(0 < tuning.expected <= tuning.limit for tuning in events[1:])  # type: ignore[operator]
     estimate = Tuner(device, directory=tmp_path).estimate([other])
     assert estimate.expected == pytest.approx(estimate.tilings * estimate.each)  # type: ignore[operator]
     assert Tuner(device, seconds=1e-9, directory=tmp_path).estimate([other]).expected == 1e-9
@@ -242,12 +242,12 @@ def test_a_cache_that_cannot_be_written_leaves_nothing_behind(device: Device, tm
 
 def test_entries_of_another_shader_are_dropped(device: Device, tmp_path: Path) -> None:
     file = ChoiceFile(device, tmp_path)
-    both = (0.5, Tiling()), (0.25, Tiling(rows=2))
-    file.add({"old": TuningEntry("matmul_nt", "then", Tiling(), both)}, {"matmul_nt": "then"})
+    timings = (0.5, Tiling()), (0.25, Tiling(rows=2))
+    file.add({"old": TuningEntry("matmul_nt", "then", Tiling(), timings)}, {"matmul_nt": "then"})
     assert file.read({"matmul_nt": "then"})
     assert not file.read({"matmul_nt": "now"})
-    file.add({"other": TuningEntry("matmul_nn", "now", Tiling(), both)}, {"matmul_nn": "now"})
-    new = TuningEntry("matmul_nt", "now", Tiling(rows=2), both, 1.5)
+    file.add({"other": TuningEntry("matmul_nn", "now", Tiling(), timings)}, {"matmul_nn": "now"})
+    new = TuningEntry("matmul_nt", "now", Tiling(rows=2), timings, 1.5)
     file.add({"new": new}, {"matmul_nt": "now"})
     digests = {"matmul_nt": "now", "matmul_nn": "now"}
     assert file.read(digests).keys() == {"other", "new"}  # of kernels not asked about, all stay
@@ -268,10 +268,10 @@ def test_two_processes_may_write_at_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(2)
     path = tmp_path / "cache.json"
-    both = [context.Process(target=_add, args=(path, number, barrier)) for number in (0, 1)]
-    for process in both:
+    processes = [context.Process(target=_add, args=(path, number, barrier)) for number in (0, 1)]
+    for process in processes:
         process.start()
-    for process in both:
+    for process in processes:
         process.join(60)
         assert process.exitcode == 0
     assert len(json.loads(path.read_text())["entries"]) == 20

@@ -136,16 +136,16 @@ def test_every_heavy_kernel_is_right_on_its_own_sample(device: Device) -> None:
     """Each sample makes inputs that the kernel's reference and shader agree on: otherwise nothing would be chosen."""
     attention = {"rows": 20, "kv_heads": 2, "group": 2, "dim": 8, "scale": 0.35}
     heavy = {kernel.name: kernel for kernel in REGISTRY.values() if kernel.tuning}
-    given = {kernel.name: {**kernel.defaults, **constants} for kernel, constants in CALLS}
-    for name in heavy.keys() - given.keys():
+    constants_of = {kernel.name: {**kernel.defaults, **constants} for kernel, constants in CALLS}
+    for name in heavy.keys() - constants_of.keys():
         keys = {"keys": 20} if "keys" in heavy[name].constants else {}
-        given[name] = {**attention, **keys}
-    assert given.keys() == heavy.keys()
+        constants_of[name] = {**attention, **keys}
+    assert constants_of.keys() == heavy.keys()
     assert attention_forward.name in heavy
     for name, kernel in heavy.items():
         present = tuple(n for n in kernel.bindings if n not in ("row_scale", "a_scale", "count"))
-        call = Dispatch(kernel, (), present, given[name], Tiling(), (1, 1, 1))
-        assert cut_verdict(device, call, kernel.tilings(device.capabilities, given[name])[0]).right, name
+        call = Dispatch(kernel, (), present, constants_of[name], Tiling(), (1, 1, 1))
+        assert cut_verdict(device, call, kernel.tilings(device.capabilities, constants_of[name])[0]).right, name
 
 
 def test_tilings_that_would_spill_are_not_offered() -> None:
@@ -153,8 +153,8 @@ def test_tilings_that_would_spill_are_not_offered() -> None:
     constants = {**nf4_matmul_backward.defaults, **WHOLE}
 
     def offered(kernel: Any, registers: int) -> list[tuple[int, int]]:
-        found = kernel.tilings(Capabilities(32, registers=registers), {**kernel.defaults, **constants})
-        return [(tiling.rows, tiling.cols) for tiling in found if tiling.family == "broadcast"]
+        tilings = kernel.tilings(Capabilities(32, registers=registers), {**kernel.defaults, **constants})
+        return [(tiling.rows, tiling.cols) for tiling in tilings if tiling.family == "broadcast"]
 
     assert (16, 4) in offered(nf4_matmul_backward, 256)
     assert offered(nf4_matmul_backward, 128)

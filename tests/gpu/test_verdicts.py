@@ -33,9 +33,9 @@ def fresh(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     monkeypatch.delenv("WGPU_LORA_NO_CHECK")
 
     def begin() -> Verdicts:
-        found = Verdicts(device, tmp_path)
-        monkeypatch.setattr(device, "verdicts", found)
-        return found
+        verdicts = Verdicts(device, tmp_path)
+        monkeypatch.setattr(device, "verdicts", verdicts)
+        return verdicts
 
     begin()
     return begin
@@ -71,13 +71,13 @@ def test_a_wrong_default_is_reported_and_another_tiling_used(
     first, second, *_ = step.kernel.tilings(device.capabilities, step.constants)
     broken("matmul_nt", lambda tiling: tiling == first)
     for _ in range(2):
-        heard: list[WrongKernel] = []
-        with fresh().reported_to(hearing(miscompiled=heard.append)), pytest.warns(DeviceWarning) as warned:
+        reports: list[WrongKernel] = []
+        with fresh().reported_to(hearing(miscompiled=reports.append)), pytest.warns(DeviceWarning) as warned:
             check_tilings(device, [program, program])
-        (found,) = heard
+        (report,) = reports
         assert warned[0].filename == __file__  # the call, wherever in the package it is found
-        assert (found.device, found.driver, found.kernel) == (device.info.name, device.info.driver, "matmul_nt")
-        assert found.nmse == pytest.approx(2, abs=1)  # random values instead of the product
+        assert (report.device, report.driver, report.kernel) == (device.info.name, device.info.driver, "matmul_nt")
+        assert report.nmse == pytest.approx(2, abs=1)  # random values instead of the product
         assert f"gets matmul_nt wrong in the tiling {first.family} {first.rows}x" in str(warned[0].message)
         assert verdicts_of(device).choose(step, {}) == second
     allocate(device, program.persistent_storages())
@@ -85,8 +85,8 @@ def test_a_wrong_default_is_reported_and_another_tiling_used(
     assert program.dispatches[0].tiling == second
     release(device, program.persistent_storages())
     (file,) = tmp_path.glob("*.json")
-    kept = json.loads(file.read_text())
-    assert [verdict["right"] for verdict in kept["verdicts"].values()] == [True]  # wrong ones are checked again
+    contents = json.loads(file.read_text())
+    assert [verdict["right"] for verdict in contents["verdicts"].values()] == [True]  # wrong ones are checked again
     choices = Tuner(device, directory=tmp_path / "tuned").tune([product(device, k=24)[0]])
     assert first not in choices.values()
 
@@ -146,8 +146,8 @@ def test_kernels_that_are_not_tuned_are_built_in_a_tiling_that_compiles(
     device: Device, fresh: Callable[[], Verdicts], broken: Break, monkeypatch: pytest.MonkeyPatch, checks: str
 ) -> None:
     monkeypatch.setenv("WGPU_LORA_NO_CHECK", checks)
-    first, *others = sum_by_slot.tilings(device.capabilities, {"slots": 1})
-    if not others:
+    first, *alternatives = sum_by_slot.tilings(device.capabilities, {"slots": 1})
+    if not alternatives:
         pytest.skip("the device has no subgroups")
     fresh()
     broken("sum_by_slot", lambda tiling: tiling == first, compiles=False)
@@ -155,7 +155,7 @@ def test_kernels_that_are_not_tuned_are_built_in_a_tiling_that_compiles(
         DeviceWarning, match=r"does not compile sum_by_slot in the tiling .*: register allocation failed"
     ):
         program = sums(device)
-    assert {step.tiling for step in program.dispatches} == {others[0]}
+    assert {step.tiling for step in program.dispatches} == {alternatives[0]}
     assert total(device, program) == 72
     release(device, program.persistent_storages())
     broken("sum_by_slot", compiles=False)
@@ -171,8 +171,8 @@ def test_kernels_that_are_not_tuned_are_checked_in_their_first_run(
     device: Device, fresh: Callable[[], Verdicts], broken: Break
 ) -> None:
     program = sums(device)
-    first, *others = sum_by_slot.tilings(device.capabilities, program.dispatches[0].constants)
-    if not others:
+    first, *alternatives = sum_by_slot.tilings(device.capabilities, program.dispatches[0].constants)
+    if not alternatives:
         pytest.skip("the device has no subgroups")
     assert total(device, program) == 72
     assert verdicts_of(device).of(program.dispatches[0], first)
@@ -181,14 +181,14 @@ def test_kernels_that_are_not_tuned_are_checked_in_their_first_run(
     again = sums(device)
     with pytest.warns(DeviceWarning, match="gets sum_by_slot wrong"):
         assert total(device, again) == 72
-    assert {step.tiling for step in again.dispatches} == {others[0]}
+    assert {step.tiling for step in again.dispatches} == {alternatives[0]}
     fresh().file.path.unlink()
     broken("sum_by_slot")
     never = sums(device)
     with pytest.warns(DeviceWarning), pytest.raises(WrongResults, match="gets sum_by_slot wrong in every"):
         never.run()
-    for one in (program, again, never):
-        release(device, one.persistent_storages())
+    for recording in (program, again, never):
+        release(device, recording.persistent_storages())
 
 
 def test_the_command_line_warns_or_refuses(
@@ -216,13 +216,13 @@ def test_the_command_line_warns_or_refuses(
     fresh()
     broken("add_forward", compiles=False)  # it has no other tiling
     uncompiled = run("--output", tmp_path / "uncompiled")
-    for found, message in (
+    for result, message in (
         (refused, "gets sum_by_slot wrong in every tiling"),
         (uncompiled, f"{name} does not compile add_forward (reg"),
     ):
-        assert (found.code, "Traceback" in found.err) == (2, False)
-        assert message in found.err.splitlines()[-1]
-        assert "--device" in found.err.splitlines()[-1]
+        assert (result.code, "Traceback" in result.err) == (2, False)
+        assert message in result.err.splitlines()[-1]
+        assert "--device" in result.err.splitlines()[-1]
     assert not list(tmp_path.glob("refused/**/*.safetensors"))
 
 
@@ -240,5 +240,5 @@ def test_the_command_line_warns_or_refuses(
 )
 def test_what_values_of_a_first_run_say(a: float, b: float, before: float, after: float, says: bool | None) -> None:
     arrays = {name: np.full(8, value, np.float64) for name, value in (("a", a), ("b", b), ("y", before))}
-    found = first_run._worst(add_forward, {"size": 8}, arrays, {**arrays, "y": np.full(8, after)})
-    assert (None if found is None else found[0] <= found[1]) is says
+    worst = first_run._worst(add_forward, {"size": 8}, arrays, {**arrays, "y": np.full(8, after)})
+    assert (None if worst is None else worst[0] <= worst[1]) is says

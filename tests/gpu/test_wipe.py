@@ -58,20 +58,20 @@ def test_one_byte_that_is_not_zero_is_found(fresh: Device, monkeypatch: pytest.M
 
 
 def test_buffers_are_wiped_before_they_are_freed(fresh: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    others, freed = filled(fresh, 512, "another model"), filled(fresh, 64)
+    other_model, freed = filled(fresh, 512, "another model"), filled(fresh, 64)
     fresh.free(freed)
-    buffer, seen = filled(fresh, 1024), []
+    buffer, contents = filled(fresh, 1024), []
     with Wiper(fresh) as wiper:
         with monkeypatch.context() as patch:
-            patch.setattr(fresh.live, "discard", lambda b: seen.append(fresh.read(b).any()))
+            patch.setattr(fresh.live, "discard", lambda b: contents.append(fresh.read(b).any()))
             fresh.free(buffer)
         fresh.live.discard(buffer)
-        kept = filled(fresh, 256)
+        live_buffer = filled(fresh, 256)
         report = wiper.wipe()
-    assert seen == [False]
+    assert contents == [False]
     assert (report.buffers, report.bytes, report.verified) == (2, 1024 + 256, True)
-    assert fresh.read(others).all()  # it was there before
-    assert not fresh.read(kept).any()
+    assert fresh.read(other_model).all()  # it was there before
+    assert not fresh.read(live_buffer).any()
     assert fresh.before_free is None
 
 

@@ -21,32 +21,32 @@ from wgpu_lora.models.loaded_model import LoadedModel
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_models(tmp_path_factory.mktemp("chat"))
 
 
 @pytest.fixture(scope="module")
-def model(made: Path, device: Device) -> LoadedModel:
-    return wgpu_lora.load(made / "model", base_dtype="f32", device=device)
+def model(workspace: Path, device: Device) -> LoadedModel:
+    return wgpu_lora.load(workspace / "model", base_dtype="f32", device=device)
 
 
 @pytest.fixture
-def talk(model: LoadedModel, made: Path) -> Iterator[Callable[..., Chat]]:
-    with chats(model, made) as start:
+def talk(model: LoadedModel, workspace: Path) -> Iterator[Callable[..., Chat]]:
+    with chats(model, workspace) as start:
         yield start
 
 
-def test_every_turn_is_what_the_whole_conversation_asks_for(model: LoadedModel, talk: Any, made: Path):
+def test_every_turn_is_what_the_whole_conversation_asks_for(model: LoadedModel, talk: Any, workspace: Path):
     chat = talk("base", "a", "b", system="w9 w8")
     for text in ("w7 w11", "w5", "w20 w21"):
-        heard = say(chat, text)
-        assert len(set(heard.values())) > 1
+        replies = say(chat, text)
+        assert len(set(replies.values())) > 1
         for name, lane in chat.lanes.items():
-            *before, asked, said = lane.messages
-            assert (asked["content"], said["content"]) == (text, heard[name])
+            *before, question, reply = lane.messages
+            assert (question["content"], reply["content"]) == (text, replies[name])
             system = [{"role": "system", "content": "w9 w8"}]
-            directory = None if name == "base" else made / name
-            assert heard[name] == at_once(model, [*system, *before, asked], directory)
+            directory = None if name == "base" else workspace / name
+            assert replies[name] == at_once(model, [*system, *before, question], directory)
 
 
 def test_taking_back_and_asking_again(model: LoadedModel, talk: Any):
@@ -67,27 +67,27 @@ def test_taking_back_and_asking_again(model: LoadedModel, talk: Any):
         chat.undo()
 
 
-def test_who_answers_can_change(model: LoadedModel, talk: Any, made: Path):
+def test_who_answers_can_change(model: LoadedModel, talk: Any, workspace: Path):
     chat = talk("a")
-    heard = say(chat, "w7 w11")["a"]
-    chat.add("b", made / "b")
+    reply = say(chat, "w7 w11")["a"]
+    chat.add("b", workspace / "b")
     chat.select(["b", "base"])
     conversation = [*chat.lanes["b"].messages, {"role": "user", "content": "w5"}]
-    assert conversation[1]["content"] == heard
+    assert conversation[1]["content"] == reply
     answers = say(chat, "w5")
-    assert answers == {"b": at_once(model, conversation, made / "b"), "base": at_once(model, conversation)}
+    assert answers == {"b": at_once(model, conversation, workspace / "b"), "base": at_once(model, conversation)}
     chat.select(["base"])
-    assert [m["content"] for m in chat.lanes["base"].messages] == ["w7 w11", heard, "w5", answers["base"]]
+    assert [m["content"] for m in chat.lanes["base"].messages] == ["w7 w11", reply, "w5", answers["base"]]
 
 
 @pytest.mark.parametrize(
     ("name", "adapter", "message"),
     [("b", "a", "already"), ("base", "a", "named 'base'"), ("c", "nowhere", "is not a directory")],
 )
-def test_adapters_that_cannot_join(talk: Any, made: Path, name: str, adapter: str, message: str):
+def test_adapters_that_cannot_join(talk: Any, workspace: Path, name: str, adapter: str, message: str):
     chat = talk("a", "b")
     with pytest.raises(UserError, match=message):
-        chat.add(name, made / adapter)
+        chat.add(name, workspace / adapter)
     assert say(chat, "w6")
 
 
@@ -133,13 +133,13 @@ def test_a_conversation_takes_no_more_than_there_is(talk: Any, monkeypatch: pyte
     monkeypatch.setattr(module, "Generator", small)
     monkeypatch.setattr(module, "LEAST", 8)
     chat = talk("base")
-    heard = say(chat, "w7")
+    replies = say(chat, "w7")
     assert (sizes, chat.capacity) == ([128, 64, 32], 32)
     with pytest.raises(UserError, match="too large"):  # for a second one
         chat.select(["a", "base"])
     assert list(chat.lanes) == ["base"]
     chat.undo()
-    assert say(chat, "w7") == heard
+    assert say(chat, "w7") == replies
     with pytest.raises(UserError, match="too large"):
         talk("base", max_length=100).open()
     with pytest.raises(UserError, match=r"^max_length must be from 2 to 128"):

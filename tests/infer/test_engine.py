@@ -25,13 +25,13 @@ SMALL: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8, "max_num_batche
 
 def run(engine: Engine, requests: list[Request]) -> list[list[Any]]:
     """The tokens of requests with their log-probabilities, in order."""
-    found: dict[int, list[Any]] = {id(request): [] for request in requests}
+    outputs: dict[int, list[Any]] = {id(request): [] for request in requests}
     for request in requests:
         engine.add(request)
     while engine.busy:
         for output in engine.step():
-            found[id(output.request)].append(output)
-    return [[(output.token, output.logprobs) for output in found[id(request)]] for request in requests]
+            outputs[id(output.request)].append(output)
+    return [[(output.token, output.logprobs) for output in outputs[id(request)]] for request in requests]
 
 
 def prompts(rng: np.random.Generator, count: int, vocab: int, longest: int = 40) -> list[list[int]]:
@@ -55,10 +55,10 @@ def qwen2(device: Device) -> LoadedModel:
 @pytest.fixture(scope="module")
 def engine(qwen2: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """An engine with four adapters and two slots."""
-    made = Engine(qwen2, **SMALL, max_loras=2, max_lora_rank=4, dora=True)
-    adapters_of(made, "qwen2", tmp_path_factory.mktemp("adapters"))
-    yield made
-    made.close()
+    instance = Engine(qwen2, **SMALL, max_loras=2, max_lora_rank=4, dora=True)
+    adapters_of(instance, "qwen2", tmp_path_factory.mktemp("adapters"))
+    yield instance
+    instance.close()
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "mistral", "gemma3_text", "qwen3_5_text", "phi3"])
@@ -91,7 +91,7 @@ def test_adapters_change_slots_and_are_those_of_full_passes(
     engine: Engine, qwen2: LoadedModel, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     ids = rng.integers(3, qwen2.config.vocab_size, 9).tolist()
-    found = {
+    outputs = {
         name: run(engine, [Request(ids, name, max_new_tokens=1, logprobs=1)])[0] for name in ("a0", "a3", "a1", "a0")
     }
     with pytest.raises(UserError, match="no adapter 'b'"):
@@ -102,7 +102,7 @@ def test_adapters_change_slots_and_are_those_of_full_passes(
             qwen2, [Segment(np.array(ids), slot=0)], load_adapters(qwen2.device, qwen2.config, [saved])
         )
         last = logits[-1].astype(np.float64)
-        ((token, logprobs),) = found[name]
+        ((token, logprobs),) = outputs[name]
         assert token == last.argmax()
         assert logprobs.logprob == pytest.approx(last.max() - np.log(np.exp(last).sum()), abs=1e-4)
 
@@ -205,13 +205,13 @@ def test_log_probabilities_are_those_of_a_full_pass(
     (logits,) = full_logits(qwen2, [Segment(whole)])
     expected = logits.astype(np.float64)
     expected -= np.log(np.exp(expected).sum(axis=1, keepdims=True))
-    found = [*(outputs[0].prompt_logprobs or []), *(output.logprobs for output in outputs)]
-    assert [one.token for one in found] == whole[1:].tolist()
-    for one, row in zip(found, expected, strict=False):
-        assert one.logprob == pytest.approx(row[one.token], abs=1e-4)
+    logprobs = [*(outputs[0].prompt_logprobs or []), *(output.logprobs for output in outputs)]
+    assert [item.token for item in logprobs] == whole[1:].tolist()
+    for entry, row in zip(logprobs, expected, strict=False):
+        assert entry.logprob == pytest.approx(row[entry.token], abs=1e-4)
         best = np.argsort(-row, kind="stable")[:3]
-        assert [token for token, _ in one.top] == best.tolist()
-        np.testing.assert_allclose([value for _, value in one.top], row[best], atol=1e-4)
+        assert [token for token, _ in entry.top] == best.tolist()
+        np.testing.assert_allclose([value for _, value in entry.top], row[best], atol=1e-4)
 
 
 class Alternating:

@@ -58,16 +58,16 @@ def prompts():
 
 
 def next_logits(generator, prompt):
-    found = []
-    generator.generate([prompt], max_new_tokens=1, on_token=lambda *_: found.append(generator.last_logits()))
-    return found[0]
+    logits = []
+    generator.generate([prompt], max_new_tokens=1, on_token=lambda *_: logits.append(generator.last_logits()))
+    return logits[0]
 
 
 def check_every_prefix(generator, model, ids):
     (expected,) = full_logits(model, [Segment(ids)])
     for length in range(1, len(ids) + 1):
-        found = next_logits(generator, ids[:length])
-        assert relative_error(found, expected[length - 1]) < 1e-5, f"{length} tokens"
+        logits = next_logits(generator, ids[:length])
+        assert relative_error(logits, expected[length - 1]) < 1e-5, f"{length} tokens"
 
 
 @pytest.mark.drivers
@@ -99,25 +99,25 @@ def test_greedy_is_the_argmax_of_a_full_pass_at_every_step(mistral, prompts):
 
 def test_decode_logits_equal_those_of_a_full_pass(mistral, prompts):
     generator, model, adapters = mistral
-    seen = []
+    logits = []
     (result,) = generator.generate(
-        prompts[:1], [1], max_new_tokens=10, on_token=lambda *_: seen.append(generator.last_logits())
+        prompts[:1], [1], max_new_tokens=10, on_token=lambda *_: logits.append(generator.last_logits())
     )
     (expected,) = full_logits(model, [Segment(np.array(prompts[0] + result.token_ids), slot=1)], adapters)
-    assert relative_error(np.array(seen), expected[len(prompts[0]) - 1 : -1]) < 1e-5
+    assert relative_error(np.array(logits), expected[len(prompts[0]) - 1 : -1]) < 1e-5
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_a_batch_with_different_slots_equals_each_alone(mistral, prompts, temperature):
     generator = mistral[0]
     slots, options = [None, 0, 1], {"max_new_tokens": 8, "temperature": temperature, "top_p": 0.9, "seed": 5}
-    heard = []
-    together = generator.generate(prompts, slots, **options, on_token=lambda *event: heard.append(event))
-    others = [result.token_ids for result in generator.generate(prompts, slots, **{**options, "seed": 6})]
-    assert ([result.token_ids for result in together] == others) == (not temperature)
+    events = []
+    together = generator.generate(prompts, slots, **options, on_token=lambda *event: events.append(event))
+    other_seed = [result.token_ids for result in generator.generate(prompts, slots, **{**options, "seed": 6})]
+    assert ([result.token_ids for result in together] == other_seed) == (not temperature)
     for i, (prompt, slot, result) in enumerate(zip(prompts, slots, together, strict=True)):
         assert generator.generate([prompt], [slot], **options)[0].token_ids == result.token_ids
-        assert [token for number, token in heard if number == i] == result.token_ids
+        assert [token for number, token in events if number == i] == result.token_ids
 
 
 def test_more_prompts_than_the_batch_run_in_turns(mistral, prompts):
@@ -143,9 +143,9 @@ def test_a_stop_token_ends_its_own_sequence_and_is_left_out(mistral, prompts):
 def test_stopping_is_heard_between_tokens_and_before_the_prompt(mistral, prompts):
     generator = mistral[0]
     results = [Generation(len(prompt)) for prompt in prompts[:2]]
-    seen = []
-    for event in generator.tokens(prompts[:2], None, results, Sampler(), 9, stopped=lambda: len(seen) >= 3):
-        seen.append(event)
+    events = []
+    for event in generator.tokens(prompts[:2], None, results, Sampler(), 9, stopped=lambda: len(events) >= 3):
+        events.append(event)
     assert [len(result.token_ids) for result in results] == [2, 2]
     assert {result.stop_reason for result in results} == {"interrupt"}
     (result,) = results = [Generation(len(prompts[0]))]

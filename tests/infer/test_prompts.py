@@ -32,21 +32,21 @@ PROMPTS = ["w7 w3", "w11 w5 w2", "w9"]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return words_and_adapters(tmp_path_factory.mktemp("prompts"), TEMPLATE)
 
 
 @pytest.fixture(scope="module")
-def model(made: Path, device: Device) -> LoadedModel:
-    return wgpu_lora.load(made / "model", base_dtype="f32", device=device)
+def model(workspace: Path, device: Device) -> LoadedModel:
+    return wgpu_lora.load(workspace / "model", base_dtype="f32", device=device)
 
 
 @pytest.fixture(scope="module")
-def alone(model: LoadedModel, made: Path) -> dict[str, list[str]]:
+def alone(model: LoadedModel, workspace: Path) -> dict[str, list[str]]:
     """Every prompt's answer by itself, by adapter."""
     return {
         name: [
-            wgpu_lora.generate(model, prompt, adapter=made / name if name else None, max_new_tokens=TOKENS)
+            wgpu_lora.generate(model, prompt, adapter=workspace / name if name else None, max_new_tokens=TOKENS)
             for prompt in PROMPTS
         ]
         for name in ("", "a", "b")
@@ -54,23 +54,23 @@ def alone(model: LoadedModel, made: Path) -> dict[str, list[str]]:
 
 
 @pytest.fixture
-def run(made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    monkeypatch.chdir(made)
+def run(workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.chdir(workspace)
     options = {"base_dtype": "f32", "max_new_tokens": TOKENS, "model": "model"}
     return commands(capsys, "generate", *flags(**options))
 
 
-def asked(*prompts: str) -> list[str]:
+def prompt_flags(*prompts: str) -> list[str]:
     return [part for prompt in prompts for part in ("--prompt", prompt)]
 
 
 # -- from Python -----------------------------------------------------------------------------------------------------
 
 
-def test_a_list_gives_a_list(model: LoadedModel, made: Path, alone: dict[str, list[str]]):
+def test_a_list_gives_a_list(model: LoadedModel, workspace: Path, alone: dict[str, list[str]]):
     for batch in (None, 2):
-        found = wgpu_lora.generate(model, PROMPTS, adapter=made / "a", max_new_tokens=TOKENS, batch=batch)
-        assert found == alone["a"]
+        texts = wgpu_lora.generate(model, PROMPTS, adapter=workspace / "a", max_new_tokens=TOKENS, batch=batch)
+        assert texts == alone["a"]
     messages = [{"role": "user", "content": PROMPTS[0]}]
     assert wgpu_lora.generate(model, messages, max_new_tokens=TOKENS) == alone[""][0]
     assert wgpu_lora.generate(model, [messages, PROMPTS[1]], max_new_tokens=TOKENS) == alone[""][:2]
@@ -81,16 +81,16 @@ def test_a_list_gives_a_list(model: LoadedModel, made: Path, alone: dict[str, li
         wgpu_lora.generate(model, [{"role": "assistant", "content": "w1"}])
 
 
-def test_an_answer_streams(model: LoadedModel, made: Path, alone: dict[str, list[str]]):
+def test_an_answer_streams(model: LoadedModel, workspace: Path, alone: dict[str, list[str]]):
     model.load_weights()
     before = model.device.allocated
-    pieces = wgpu_lora.generate(model, PROMPTS[0], adapter=made / "a", max_new_tokens=TOKENS, stream=True)
+    pieces = wgpu_lora.generate(model, PROMPTS[0], adapter=workspace / "a", max_new_tokens=TOKENS, stream=True)
     assert model.device.allocated == before  # nothing happens before the first piece is asked for
     first = next(pieces)
     assert model.device.allocated > before
-    rest = list(pieces)
-    assert len(rest) >= 2
-    assert first + "".join(rest) == alone["a"][0]
+    tail = list(pieces)
+    assert len(tail) >= 2
+    assert first + "".join(tail) == alone["a"][0]
     for piece in wgpu_lora.generate(model, PROMPTS[0], stream=True):
         assert piece
         break
@@ -103,11 +103,11 @@ def test_an_answer_streams(model: LoadedModel, made: Path, alone: dict[str, list
 
 def test_a_stop_string_ends_an_answer_and_not_its_neighbours(model: LoadedModel, alone: dict[str, list[str]]):
     stop = alone[""][0].split()[1]
-    found = wgpu_lora.answer(model, PROMPTS, max_new_tokens=TOKENS, stop=[f" {stop} "])
-    assert found[0].text == alone[""][0].split(f" {stop} ")[0]
-    assert found[0].stop_reason == "stop"
+    answers = wgpu_lora.answer(model, PROMPTS, max_new_tokens=TOKENS, stop=[f" {stop} "])
+    assert answers[0].text == alone[""][0].split(f" {stop} ")[0]
+    assert answers[0].stop_reason == "stop"
     assert f" {stop} " not in alone[""][1]
-    assert [one.text for one in found[1:]] == alone[""][1:]
+    assert [answer.text for answer in answers[1:]] == alone[""][1:]
 
 
 def test_the_batch_is_what_there_is_room_for(model: LoadedModel, monkeypatch: pytest.MonkeyPatch, alone: Any):
@@ -132,11 +132,11 @@ def test_the_batch_is_what_there_is_room_for(model: LoadedModel, monkeypatch: py
 def test_several_prompts_are_all_answered(run: Any, alone: dict[str, list[str]]):
     texts = enumerate(zip(PROMPTS, alone[""], strict=True), 1)
     blocks = [f"== {number}. {prompt} ==\n{text}" for number, (prompt, text) in texts]
-    assert run(*asked(*PROMPTS)) == (0, "\n\n".join(blocks) + "\n", "")
-    _, out, _ = run(*asked(*PROMPTS[:2]), "--json", "--adapter", "a", "--adapter", "b")
-    found = [(row["name"], row["prompt"], row["text"]) for row in json.loads(out)]
-    assert found == [(name, PROMPTS[i], alone[name][i]) for i in (0, 1) for name in ("a", "b")]
-    out = run(*asked(*PROMPTS[:2]), "--adapter", "a", "--compare")[1]
+    assert run(*prompt_flags(*PROMPTS)) == (0, "\n\n".join(blocks) + "\n", "")
+    _, out, _ = run(*prompt_flags(*PROMPTS[:2]), "--json", "--adapter", "a", "--adapter", "b")
+    answers = [(row["name"], row["prompt"], row["text"]) for row in json.loads(out)]
+    assert answers == [(name, PROMPTS[i], alone[name][i]) for i in (0, 1) for name in ("a", "b")]
+    out = run(*prompt_flags(*PROMPTS[:2]), "--adapter", "a", "--compare")[1]
     assert out.startswith(f"== 1. {PROMPTS[0]} (base) ==\n{alone[''][0]}\n\n== 1. {PROMPTS[0]} (a) ==\n")
 
 
@@ -157,17 +157,17 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(run: Any, alone: dict[str, 
     assert f"3 answers written to {target}" in err
     ends = ["length" if len(text.split()) == TOKENS else "stop" for text in alone[""]]
     assert set(ends) == {"length", "stop"}
-    said = [
+    answers = [
         {"response": text, "tokens": len(text.split()), "stop_reason": end}
         for text, end in zip(alone[""], ends, strict=True)
     ]
-    expected = [{**row, **one} for row, one in zip(rows, said, strict=True)]
+    expected = [{**row, **answer} for row, answer in zip(rows, answers, strict=True)]
     assert [json.loads(line) for line in target.read_text().splitlines()] == expected
     # again, with what came out as what goes in, to stdout, and nothing overwritten
     code, out, _ = run("--prompts", target, "--adapter", "a", "--adapter", "b")
-    found = [json.loads(line) for line in out.splitlines()]
-    assert [row["adapter"] for row in found] == ["a", "b"] * 3
-    assert [row["response"] for row in found] == [alone[name][i] for i in range(3) for name in ("a", "b")]
+    outputs = [json.loads(line) for line in out.splitlines()]
+    assert [row["adapter"] for row in outputs] == ["a", "b"] * 3
+    assert [row["response"] for row in outputs] == [alone[name][i] for i in range(3) for name in ("a", "b")]
     before = target.read_bytes()
     code, _, err = run("--prompts", source, "--output", target)
     assert (code, target.read_bytes()) == (2, before)
@@ -181,7 +181,7 @@ TURNS = {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "va
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "found"),
+    ("name", "content", "expected"),
     [
         ("a", b'\n [\n{"prompt": "w1"}, {"prompt": "w2"}]', [("w1", False), ("w2", False)]),
         ("a.csv", b'n,prompt\n1,"w1, w2"\n2,w3\n', [("w1, w2", False), ("w3", False)]),
@@ -194,9 +194,9 @@ TURNS = {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "va
         ("a.jsonl", json.dumps(TURNS).encode(), [(ASKED, True)]),
     ],
 )
-def test_prompts_in_the_formats_of_rows(tmp_path: Path, name: str, content: bytes, found: list[Any]):
+def test_prompts_in_the_formats_of_rows(tmp_path: Path, name: str, content: bytes, expected: list[Any]):
     (tmp_path / name).write_bytes(content)
-    assert [(request.prompt, request.answered) for request in read_requests(tmp_path / name)] == found
+    assert [(request.prompt, request.answered) for request in read_requests(tmp_path / name)] == expected
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ def logits_of(*probabilities):
     return np.log(np.array(probabilities)).astype(np.float32)
 
 
-def chosen(device, logits, rows):
+def sample(device, logits, rows):
     """The tokens that the device and the float64 reference choose, for rows of PARAMS."""
     params = np.array(rows, PARAMS).view(np.uint32).reshape(len(rows), -1)
     scores = np.tile(np.asarray(logits, np.float32), (len(rows), 1))
@@ -23,25 +23,25 @@ def chosen(device, logits, rows):
     )
     try:
         call.run()
-        found = call.read("ids").copy()
+        ids = call.read("ids").copy()
     finally:
         call.free()
-    return found.tolist(), sample_tokens(scores.astype(np.float64), params, None, **constants).tolist()
+    return ids.tolist(), sample_tokens(scores.astype(np.float64), params, None, **constants).tolist()
 
 
 def chances(device, sampler, logits, draws=400):
     """How often each token is drawn, by evenly spaced draws."""
     rows = [(*sampler.row(0)[:3], (i + 0.5) / draws, *sampler.row(0)[4:]) for i in range(draws)]
-    found, reference = chosen(device, logits, rows)
-    assert found == reference
-    ids, counts = np.unique(found, return_counts=True)
+    actual, reference = sample(device, logits, rows)
+    assert actual == reference
+    ids, counts = np.unique(actual, return_counts=True)
     return dict(zip(ids.tolist(), (counts / draws).tolist(), strict=True))
 
 
 @pytest.mark.drivers
 def test_temperature_zero_takes_the_first_of_the_likeliest(device):
-    found, reference = chosen(device, [0.0, 3.0, 3.0, 1.0], [Sampler().row(7)])
-    assert found == reference == [1]
+    actual, reference = sample(device, [0.0, 3.0, 3.0, 1.0], [Sampler().row(7)])
+    assert actual == reference == [1]
 
 
 def test_uniform_draws_are_functions_of_seed_and_position():
@@ -78,8 +78,8 @@ TWO, FIVE, FOUR = logits_of(0.2, 0.8), logits_of(0.1, 0.4, 0.2, 0.2, 0.1), logit
     ],
 )
 def test_chances(device, sampler, logits, expected):
-    found = chances(device, sampler, logits)
-    assert found == pytest.approx(expected, abs=0.005)
+    actual = chances(device, sampler, logits)
+    assert actual == pytest.approx(expected, abs=0.005)
 
 
 def reference_warped(logits, before, penalty, temperature, top_k, top_p, min_p):
@@ -117,18 +117,18 @@ def edited(logits, sampler, prompt, answer):
 def test_all_together_are_what_transformers_makes_of_them(device, rng, penalty, top_k, top_p, min_p):
     logits, before = 2 * rng.standard_normal(60, np.float32), rng.integers(0, 60, 25).tolist()
     sampler = Sampler(0.7, top_k, top_p, min_p=min_p, repetition_penalty=penalty)
-    found = chances(device, sampler, edited(logits, sampler, before, []), 4000)
+    actual = chances(device, sampler, edited(logits, sampler, before, []), 4000)
     expected = reference_warped(logits, before, penalty, 0.7, top_k, top_p, min_p)
-    assert set(found) <= set(np.flatnonzero(expected))
-    got = np.array([found.get(token, 0) for token in range(60)])
+    assert set(actual) <= set(np.flatnonzero(expected))
+    got = np.array([actual.get(token, 0) for token in range(60)])
     np.testing.assert_allclose(got, expected, atol=1 / 2000)
 
 
 def test_penalties_and_biases_are_openais():
     """mu[j] - c[j] * frequency - (c[j] > 0) * presence + bias, of OpenAI's API reference."""
     sampler = Sampler(presence_penalty=0.5, frequency_penalty=0.25, logit_bias={1: 2.0, 3: -1.0})
-    found = edited([1.0, 1.0, 1.0, 1.0], sampler, [0], [1, 1, 2])
-    np.testing.assert_allclose(found, [1.0, 1.0 - 0.5 - 2 * 0.25 + 2.0, 1.0 - 0.5 - 0.25, 0.0])
+    actual = edited([1.0, 1.0, 1.0, 1.0], sampler, [0], [1, 1, 2])
+    np.testing.assert_allclose(actual, [1.0, 1.0 - 0.5 - 2 * 0.25 + 2.0, 1.0 - 0.5 - 0.25, 0.0])
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_large_vocabularies_are_drawn_from_as_the_reference_does(device, rng):
     logits = 3 * rng.standard_normal(5003, np.float32)
     settings = ((1, 0, 1, 0), (0.8, 40, 0.9, 0), (1.5, 0, 0.5, 0.01), (0, 0, 1, 0)) * 8
     samplers = [Sampler(t, k, p, seed, m) for seed, (t, k, p, m) in enumerate(settings)]
-    found, reference = chosen(device, logits, [sampler.row(3) for sampler in samplers])
-    assert found == reference
+    actual, reference = sample(device, logits, [sampler.row(3) for sampler in samplers])
+    assert actual == reference
 
 
 @pytest.mark.parametrize(
@@ -182,5 +182,5 @@ def test_impossible_parameters_are_refused(options, message):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_scores_that_are_not_numbers_give_no_token(device, value, temperature):
     logits = [value] * 3 if value == -3e38 else [0, value, 1]
-    found, reference = chosen(device, logits, [Sampler(temperature).row(0)])
-    assert found == reference == [NO_TOKEN]
+    actual, reference = sample(device, logits, [Sampler(temperature).row(0)])
+    assert actual == reference == [NO_TOKEN]

@@ -25,7 +25,7 @@ ONE_LOSS = {"loss", "perplexity", "tokens", "rows", "seconds", "data", "max_leng
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model of words and two adapters of it, whose ranks differ."""
     directory = tmp_path_factory.mktemp("several")
     write_rows(directory / "rows.jsonl")
@@ -33,13 +33,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(made: Path, device: Device) -> LoadedModel:
-    return wgpu_lora.load(made / "model", base_dtype="f32", device=device)
+def model(workspace: Path, device: Device) -> LoadedModel:
+    return wgpu_lora.load(workspace / "model", base_dtype="f32", device=device)
 
 
 @pytest.fixture
-def run(made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    monkeypatch.chdir(made)
+def run(workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.chdir(workspace)
     return commands(capsys)
 
 
@@ -48,8 +48,8 @@ def ask(*more: Any) -> list[Any]:
 
 
 def alone(model: LoadedModel, adapter: Path | None, **options: Any) -> list[int]:
-    (found,) = wgpu_lora.answer(model, [PROMPT], adapter=adapter, max_new_tokens=TOKENS, **options)
-    return found.token_ids
+    (answer,) = wgpu_lora.answer(model, [PROMPT], adapter=adapter, max_new_tokens=TOKENS, **options)
+    return answer.token_ids
 
 
 # -- from Python -----------------------------------------------------------------------------------------------------
@@ -57,45 +57,45 @@ def alone(model: LoadedModel, adapter: Path | None, **options: Any) -> list[int]
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 5}], ids=["greedy", "drawn"])
 def test_a_single_batch_says_what_each_says_alone(
-    model: LoadedModel, made: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    model: LoadedModel, workspace: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ):
     batches = []
     whole = Generator.tokens
 
-    def spy(self: Generator, prompts: Any, slots: Any, *rest: Any, **more: Any) -> Any:
+    def spy(self: Generator, prompts: Any, slots: Any, *arguments: Any, **more: Any) -> Any:
         batches.append((self.batch, slots))
-        return whole(self, prompts, slots, *rest, **more)
+        return whole(self, prompts, slots, *arguments, **more)
 
     model.load_weights()
     before = model.device.allocated
     with monkeypatch.context() as patch:
         patch.setattr(Generator, "tokens", spy)
-        adapters = {"first": made / "a", "second": str(made / "b")}
-        heard: list[int] = []
-        events = hearing(answering=lambda done, total, tokens: heard.append(tokens))
-        found = wgpu_lora.compare(model, PROMPT, adapters, max_new_tokens=TOKENS, events=events, **options)
+        adapters = {"first": workspace / "a", "second": str(workspace / "b")}
+        counts: list[int] = []
+        events = hearing(answering=lambda count, total, tokens: counts.append(tokens))
+        answers = wgpu_lora.compare(model, PROMPT, adapters, max_new_tokens=TOKENS, events=events, **options)
     assert batches == [(3, [None, 0, 1])]
     assert model.device.allocated == before
-    assert list(found) == ["base", "first", "second"]
-    for name, directory in (("base", None), ("first", made / "a"), ("second", made / "b")):
-        assert found[name].token_ids == alone(model, directory, **options)
-        assert (found[name].prompt, found[name].stop_reason) == (PROMPT, "length")
-    assert len({answer.text for answer in found.values()}) == 3
-    assert heard == list(range(1, 3 * TOKENS + 1))
+    assert list(answers) == ["base", "first", "second"]
+    for name, directory in (("base", None), ("first", workspace / "a"), ("second", workspace / "b")):
+        assert answers[name].token_ids == alone(model, directory, **options)
+        assert (answers[name].prompt, answers[name].stop_reason) == (PROMPT, "length")
+    assert len({answer.text for answer in answers.values()}) == 3
+    assert counts == list(range(1, 3 * TOKENS + 1))
 
 
-def test_losses_equal_those_of_each_alone(model: LoadedModel, made: Path):
-    data = made / "rows.jsonl"
+def test_losses_equal_those_of_each_alone(model: LoadedModel, workspace: Path):
+    data = workspace / "rows.jsonl"
     model.load_weights()
     before = model.device.allocated
-    found = wgpu_lora.evaluate_several(model, data, {"b": made / "b", "a": made / "a"}, max_length=16)
+    results = wgpu_lora.evaluate_several(model, data, {"b": workspace / "b", "a": workspace / "a"}, max_length=16)
     assert model.device.allocated == before
-    assert list(found) == ["base", "b", "a"]
-    for name, result in found.items():
-        one = wgpu_lora.evaluate(model, data, adapter=None if name == "base" else made / name, max_length=16)
-        assert result.loss == pytest.approx(one.loss, rel=1e-6)
-        assert (result.tokens, result.rows) == (one.tokens, one.rows)
-    assert len({round(result.loss, 4) for result in found.values()}) == 3
+    assert list(results) == ["base", "b", "a"]
+    for name, result in results.items():
+        expected = wgpu_lora.evaluate(model, data, adapter=None if name == "base" else workspace / name, max_length=16)
+        assert result.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert (result.tokens, result.rows) == (expected.tokens, expected.rows)
+    assert len({round(result.loss, 4) for result in results.values()}) == 3
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,11 @@ def test_losses_equal_those_of_each_alone(model: LoadedModel, made: Path):
         ({"a": "nowhere"}, "nowhere is not a directory"),
     ],
 )
-def test_adapters_that_cannot_be_compared(model: LoadedModel, made: Path, adapters: Any, message: str):
+def test_adapters_that_cannot_be_compared(model: LoadedModel, workspace: Path, adapters: Any, message: str):
     with pytest.raises(wgpu_lora.UserError, match=message):
         wgpu_lora.compare(model, PROMPT, adapters)
     with pytest.raises(wgpu_lora.UserError, match=message):
-        wgpu_lora.evaluate_several(model, made / "rows.jsonl", adapters, max_length=16)
+        wgpu_lora.evaluate_several(model, workspace / "rows.jsonl", adapters, max_length=16)
 
 
 # -- what --adapter names --------------------------------------------------------------------------------------------
@@ -156,16 +156,16 @@ def test_names_that_are_refused(texts: list[str], message: str):
         named_adapters(texts)
 
 
-def test_the_model_that_adapters_name(made: Path, tmp_path: Path):
+def test_the_model_that_adapters_name(workspace: Path, tmp_path: Path):
     other = save_golden_adapter("mistral", tmp_path / "other", base_model_name_or_path="hub/other")
     silent = save_golden_adapter("mistral", tmp_path / "silent")
-    again = save_golden_adapter("mistral", tmp_path / "again", base_model_name_or_path=f"{made}/./model")
-    named = str(made / "model")
-    assert model_of({"silent": silent, "a": made / "a", "again": again}) == named
+    again = save_golden_adapter("mistral", tmp_path / "again", base_model_name_or_path=f"{workspace}/./model")
+    named = str(workspace / "model")
+    assert model_of({"silent": silent, "a": workspace / "a", "again": again}) == named
     assert model_of({"silent": silent}) == model_of({}) == "demo"
     with pytest.raises(wgpu_lora.UserError, match=r"a and other have different base models, .*: choose one with model"):
-        model_of({"a": made / "a", "other": other})
-    assert model_of({"a": made / "a", "other": other}, "chosen") == "chosen"
+        model_of({"a": workspace / "a", "other": other})
+    assert model_of({"a": workspace / "a", "other": other}, "chosen") == "chosen"
     with pytest.raises(wgpu_lora.UserError, match="nowhere is not a directory"):
         model_of({"a": Path("nowhere")}, "chosen")
 
@@ -173,8 +173,10 @@ def test_the_model_that_adapters_name(made: Path, tmp_path: Path):
 # -- from the command line -------------------------------------------------------------------------------------------
 
 
-def test_compare_prints_a_block_for_each(run: Any, model: LoadedModel, made: Path, monkeypatch: pytest.MonkeyPatch):
-    expected = wgpu_lora.compare(model, PROMPT, {"x": made / "a", "b": made / "b"}, max_new_tokens=TOKENS)
+def test_compare_prints_a_block_for_each(
+    run: Any, model: LoadedModel, workspace: Path, monkeypatch: pytest.MonkeyPatch
+):
+    expected = wgpu_lora.compare(model, PROMPT, {"x": workspace / "a", "b": workspace / "b"}, max_new_tokens=TOKENS)
     blocks = [f"== {name} ==\n{answer.text}" for name, answer in expected.items()]
     code, out, _ = run(*ask("--adapter", "x=a", "--adapter", "b", "--compare", "--prompt", PROMPT))
     assert (code, out) == (0, "\n\n".join(blocks) + "\n")
@@ -182,30 +184,34 @@ def test_compare_prints_a_block_for_each(run: Any, model: LoadedModel, made: Pat
     assert run(*ask("--adapter", "x=a", "--adapter", "b"))[1] == "\n\n".join(blocks[1:]) + "\n"
 
 
-def test_answers_as_json(run: Any, model: LoadedModel, made: Path):
+def test_answers_as_json(run: Any, model: LoadedModel, workspace: Path):
     _, out, _ = run(*ask("--adapter", "x=a", "--adapter", "b", "--compare", "--prompt", PROMPT, "--json"))
-    found = json.loads(out)
-    assert [(row["name"], row["adapter"]) for row in found] == [("base", None), ("x", "a"), ("b", "b")]
-    assert [row["token_ids"] for row in found] == [alone(model, made / d if d else None) for d in (None, "a", "b")]
-    assert all(row.keys() == ONE_ANSWER | {"name", "adapter"} for row in found)
+    report = json.loads(out)
+    assert [(row["name"], row["adapter"]) for row in report] == [("base", None), ("x", "a"), ("b", "b")]
+    assert [row["token_ids"] for row in report] == [
+        alone(model, workspace / d if d else None) for d in (None, "a", "b")
+    ]
+    assert all(row.keys() == ONE_ANSWER | {"name", "adapter"} for row in report)
     _, out, _ = run(*ask("--adapter", "x=a", "--prompt", PROMPT, "--json"))
-    assert json.loads(out) == {name: found[1][name] for name in ONE_ANSWER} | {"tokens_per_second": ANY}
+    assert json.loads(out) == {name: report[1][name] for name in ONE_ANSWER} | {"tokens_per_second": ANY}
 
 
-def test_evaluate_prints_a_table(run: Any, model: LoadedModel, made: Path):
+def test_evaluate_prints_a_table(run: Any, model: LoadedModel, workspace: Path):
     options = ["evaluate", "--base-dtype", "f32", "--data", "rows.jsonl", "--max-length", "16", "--adapter", "x=a"]
-    several = [*options, "--adapter", "b"]
-    expected = wgpu_lora.evaluate_several(model, made / "rows.jsonl", {"x": made / "a", "b": made / "b"}, max_length=16)
-    head, *lines, over, data = run(*several, "--compare")[1].splitlines()
+    both_options = [*options, "--adapter", "b"]
+    expected = wgpu_lora.evaluate_several(
+        model, workspace / "rows.jsonl", {"x": workspace / "a", "b": workspace / "b"}, max_length=16
+    )
+    head, *lines, over, data = run(*both_options, "--compare")[1].splitlines()
     assert data.split()[:3] == ["data", "rows.jsonl:", "8"]
     assert head.split() == ["name", "loss", "perplexity", "tokens"]
     cells = [[name, f"{e.loss:.6f}", f"{e.perplexity:.4f}", f"{e.tokens:,}"] for name, e in expected.items()]
     assert [line.split() for line in lines] == cells
     assert over.startswith("over      8 rows in ")
-    found = json.loads(run(*several, "--json")[1])
-    assert [(row["name"], row["adapter"]) for row in found] == [("x", "a"), ("b", "b")]
-    assert found[1]["loss"] == pytest.approx(expected["b"].loss, rel=1e-6)
-    assert found[0].keys() == ONE_LOSS | {"name", "adapter"}
+    report = json.loads(run(*both_options, "--json")[1])
+    assert [(row["name"], row["adapter"]) for row in report] == [("x", "a"), ("b", "b")]
+    assert report[1]["loss"] == pytest.approx(expected["b"].loss, rel=1e-6)
+    assert report[0].keys() == ONE_LOSS | {"name", "adapter"}
     assert json.loads(run(*options, "--json")[1]).keys() == ONE_LOSS | {"device"}
     assert run(*options)[1].startswith(f"loss      {expected['x'].loss:.6f}, perplexity ")
 
@@ -221,9 +227,9 @@ def test_evaluate_prints_a_table(run: Any, model: LoadedModel, made: Path):
         (["--adapter", "a", "--adapter", "other"], "different base models"),
     ],
 )
-def test_refusals(run: Any, made: Path, arguments: list[str], message: str):
+def test_refusals(run: Any, workspace: Path, arguments: list[str], message: str):
     if "other" in arguments:
-        save_golden_adapter("mistral", made / "other", base_model_name_or_path="hub/other")
+        save_golden_adapter("mistral", workspace / "other", base_model_name_or_path="hub/other")
     for command in (["generate", "--prompt", PROMPT], ["evaluate", "--data", "rows.jsonl"]):
         code, _, err = run(*command, *arguments)
         assert code == 2

@@ -55,5 +55,5 @@ def test_values_that_are_not_finite_stay_in_their_segment(units: Device, case: C
     spoilt = [value for value, _ in outputs(units, case, arrays)]
     assert any(np.isnan(value[71:104]).any() for value in spoilt)
     for value, want in zip(spoilt, expected, strict=True):
-        others = np.r_[0:71, 104 : len(value)]
-        assert np.array_equal(value[others], want[others])
+        rows = np.r_[0:71, 104 : len(value)]
+        assert np.array_equal(value[rows], want[rows])

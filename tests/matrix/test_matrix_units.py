@@ -39,7 +39,7 @@ def test_products(units: Device, case: Case) -> None:
     kernel = case.kernel
     constants: dict[str, Any] = {**kernel.defaults, **case.constants, "m": ROWS, "a_type": "f16"}
     present = tuple(name for name in kernel.bindings if name in case.make(np.random.default_rng(0)) and name != "count")
-    offered = [one for one in kernel.tilings(units.capabilities, constants) if one.family == MATRIX]
+    offered = [item for item in kernel.tilings(units.capabilities, constants) if item.family == MATRIX]
     assert offered
     few = offered[-1]  # the smallest tile, which compiles the fastest
     many = replace(few, lanes=8 * few.lanes, subgroups=8 * few.subgroups, rows=8, cols=4)  # where a thread decodes less
@@ -61,9 +61,9 @@ def test_units_with_sums_in_f16_are_the_second_choice(units: Device, monkeypatch
     wide = units.capabilities.matrix
     assert wide
     narrow = replace(wide, sums="f16")
-    for listed, chosen in (((narrow, wide), wide), ((narrow,), narrow), ((replace(wide, inputs="u8"),), None)):
+    for listed, expected in (((narrow, wide), wide), ((narrow,), narrow), ((replace(wide, inputs="u8"),), None)):
         monkeypatch.setattr(units, "info", replace(units.info, matrices=listed))
-        assert units._matrix() == chosen
+        assert units._matrix() == expected
 
 
 def test_bf16_rounds_to_f16(units: Device) -> None:
@@ -74,12 +74,12 @@ def test_bf16_rounds_to_f16(units: Device) -> None:
     assert units.capabilities.operand_dtype("f32") == "f32"
     assert Capabilities(32).operand_dtype("bf16") == "bf16"
     model = wgpu_lora.load("demo", device=units)
-    said = {}
+    notes = {}
     for dtype in ("bf16", "f16"):
         job = prepare_job(TrainingArguments(compute_dtype=dtype), model, planning=True)
         assert job.run.args.compute_dtype == dtype, "what was asked for is what is recorded"
-        said[dtype] = [note for note in job.run.notes if note.startswith("rounding:")]
-    assert said == {"bf16": ["rounding: to f16 instead of bf16, for the matrix units"], "f16": []}
+        notes[dtype] = [note for note in job.run.notes if note.startswith("rounding:")]
+    assert notes == {"bf16": ["rounding: to f16 instead of bf16, for the matrix units"], "f16": []}
 
 
 def test_training_is_that_of_f32(units: Device, tmp_path: Path) -> None:

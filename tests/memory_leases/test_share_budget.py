@@ -40,21 +40,24 @@ def test_amdgpu_reads_the_card(tmp_path: Path) -> None:
     first = DeviceMemory(8 * GIB, "amdgpu, card1", 7 * GIB)
     smallest = DeviceMemory(6 * GIB, "amdgpu, card3, the smallest of 2 AMD cards", 5 * GIB)
     assert amdgpu_memory(tmp_path) is None
-    for name, total, facts, found in (
+    for name, total, facts, expected in (
         ("card0", 4 * GIB, {"vendor": "0x10de"}, None),
         ("card1", 8 * GIB, {}, first),
         ("card2", GIB // 2, {"maker": "unknown"}, first),  # an APU's
         ("card3", 6 * GIB, {}, smallest),
     ):
         amd_card(tmp_path, name, total, **facts)
-        assert amdgpu_memory(tmp_path) == found
+        assert amdgpu_memory(tmp_path) == expected
 
 
 def test_amdgpu_without_vram_counters(tmp_path: Path) -> None:
     amd_card(tmp_path, "card0", 8 * GIB)
-    for file, found in (("used", DeviceMemory(8 * GIB, "amdgpu, card0", None)), ("total", None)):  # as radeon's cards
+    for file, expected in (
+        ("used", DeviceMemory(8 * GIB, "amdgpu, card0", None)),
+        ("total", None),
+    ):  # as radeon's cards
         (tmp_path / f"card0/device/mem_info_vram_{file}").unlink()
-        assert amdgpu_memory(tmp_path) == found
+        assert amdgpu_memory(tmp_path) == expected
 
 
 def fake_nvml(cards: list[tuple[str, int]]) -> Any:

@@ -76,19 +76,19 @@ def test_each_takes_what_it_needs_and_no_more(
     own = name in ("profile", "max-batch") or name.startswith("bench")  # they open one
     monkeypatch.setattr("wgpu_lora.bench.device_ceilings.RUNS", 1)
     monkeypatch.setattr("wgpu_lora.bench.device_ceilings.COPY_BYTES", 1 << 22)
-    held: list[int] = []
+    surplus: list[int] = []
     real = Device.create_buffer
 
     def create(self: Device, nbytes: int, label: str = "") -> Any:
         buffer = real(self, nbytes, label)
         if nbytes > 4096:  # probes and staging for timers are not worth a lease
-            held.append(sum(entry.bytes for entry in ledger.read()) - self.allocated)
+            surplus.append(sum(entry.bytes for entry in ledger.read()) - self.allocated)
         return buffer
 
     monkeypatch.setattr(Device, "create_buffer", create)
     assert main([str(argument) for argument in COMMANDS[name](at)]) in (0, 1)  # a contract may break on a busy machine
-    assert held, "it allocated nothing"
-    assert min(held) >= -4096, f"allocated {-min(held)} bytes more than it holds"  # words are rounded up
+    assert surplus, "it allocated nothing"
+    assert min(surplus) >= -4096, f"allocated {-min(surplus)} bytes more than it holds"  # words are rounded up
     if not own:
         assert sum(entry.bytes for entry in ledger.read()) == device.allocated
 
@@ -114,10 +114,10 @@ def test_each_is_refused_beside_others(
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
-    said: dict[str, int | None] = {"free": None}
-    memory = lambda info: DeviceMemory(1 << 40, "a test", said["free"])  # noqa: E731
+    state: dict[str, int | None] = {"free": None}
+    memory = lambda info: DeviceMemory(1 << 40, "a test", state["free"])  # noqa: E731
     monkeypatch.setattr(claims, "device_memory", memory)
-    return said
+    return state
 
 
 @pytest.mark.parametrize(
@@ -168,14 +168,14 @@ def test_claims_within_claims_and_what_stays(at: Path, device: Device, ledger: L
 def test_a_device_that_is_gone_holds_nothing(at: Path) -> None:
     """And neither what is held nor what was found out about a device keeps it."""
     opened = Device()
-    gone, ledger = weakref.ref(opened), Ledger(device_key(opened.info))
+    reference, ledger = weakref.ref(opened), Ledger(device_key(opened.info))
     assert verdicts_of(opened).device is opened
     with claim(opened, 1000, "x", advise=lambda free, device=opened: device.info.name):
         opened.create_buffer(600)
     assert sum(entry.bytes for entry in ledger.read()) >= 600
     del opened
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     until(lambda: not ledger.read(), 10)
 
 

@@ -67,18 +67,18 @@ def test_users_share_a_directory_that_all_can_write() -> None:
         ledger = Ledger("gpu", Path(name))
         with take(ledger, 6, 10, "ours"):
             command = [sys.executable, "-c", OTHER_USER, name]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-            assert done.stdout.splitlines()[0] == "[(6, 'ours'), (4, 'theirs')]", done.stderr
-            assert "6 by pid" in done.stdout.splitlines()[1]
+            process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            assert process.stdout.splitlines()[0] == "[(6, 'ours'), (4, 'theirs')]", process.stderr
+            assert "6 by pid" in process.stdout.splitlines()[1]
         assert ledger.read() == []
 
 
 def test_entries_are_kept(ledger: Ledger) -> None:
     assert ledger.read() == []
-    made = [lease(), lease(7, what="'quotes' and ümlaut")]
+    leases = [lease(), lease(7, what="'quotes' and ümlaut")]
     with ledger.changing() as entries:
-        entries.extend(made)
-    assert ledger.read() == made
+        entries.extend(leases)
+    assert ledger.read() == leases
     assert [item.path for item in Ledger.all(ledger.directory)] == [ledger.path]
 
 
@@ -175,11 +175,11 @@ def test_damage_fails_closed_until_repaired(ledger: Ledger, content: bytes) -> N
 
 
 def test_repair_keeps_the_living(ledger: Ledger) -> None:
-    living, waiting, dead, lost = lease(), lease(holds=False), lease(started=1), lease()
-    whole = dump([living, dead, waiting, lost])
+    living, waiting, dead, torn_lease = lease(), lease(holds=False), lease(started=1), lease()
+    whole = dump([living, dead, waiting, torn_lease])
     assert ledger.repair() is None
     for number in (1, 2):
-        content = whole[: whole.index(lost.id.encode())]
+        content = whole[: whole.index(torn_lease.id.encode())]
         ledger.path.write_bytes(content)
         repair = ledger.repair()
         assert repair
@@ -215,8 +215,8 @@ def test_the_lock_file_is_never_replaced(ledger: Ledger, monkeypatch: pytest.Mon
 
 
 def test_a_killed_holder_leaves_nothing_locked_and_its_memory_free(ledger: Ledger) -> None:
-    left = ledger.directory / ".gpu.json.abcdefgh.tmp"
-    left.write_bytes(b"half")  # of a killed writer
+    leftover = ledger.directory / ".gpu.json.abcdefgh.tmp"
+    leftover.write_bytes(b"half")  # of a killed writer
     child = start(ledger.directory, 10, 10)
     assert child.stdout
     assert child.stdout.readline() == "held\n"
@@ -226,7 +226,7 @@ def test_a_killed_holder_leaves_nothing_locked_and_its_memory_free(ledger: Ledge
     child.communicate()
     with take(ledger, 10, 10, "a test"):  # at once, which is within a renewal period
         assert len(parse(ledger.path.read_bytes())) == 1
-        assert not left.exists()
+        assert not leftover.exists()
     FileLock(ledger.path.with_suffix(".lock")).acquire(timeout=0)
 
 
@@ -279,14 +279,14 @@ def test_garbage_is_collected_while_another_process_has_the_lock(ledger: Ledger)
         waiting = [threading.Thread(target=_change, args=(ledger,), daemon=True) for _ in range(8)]
         for thread in waiting:
             thread.start()
-        until, seen = time.monotonic() + 10, []
-        while sum(seen) < 5 and time.monotonic() < until:
-            seen.append(gc.isenabled())
+        until, gc_states = time.monotonic() + 10, []
+        while sum(gc_states) < 5 and time.monotonic() < until:
+            gc_states.append(gc.isenabled())
             time.sleep(0.01)
         assert all(thread.is_alive() for thread in waiting)
     for thread in waiting:
         thread.join(10)
-    assert sum(seen) >= 5
+    assert sum(gc_states) >= 5
     assert collected_again()
 
 

@@ -59,15 +59,15 @@ def test_what_is_held_is_freed_at_the_end(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_refusals(ledger: Ledger) -> None:
-    def refused(message: str, *given: Any, **more: Any) -> None:
-        with pytest.raises(UserError, match=message), take(ledger, *given, **more):
+    def refused(message: str, *arguments: Any, **more: Any) -> None:
+        with pytest.raises(UserError, match=message), take(ledger, *arguments, **more):
             pytest.fail("given beyond the budget")
 
     refused(r"needs 11 bytes .* the budget is 10", 11, 10, "one", math.inf)
     assert not ledger.path.exists()  # it was never queued
     with take(ledger, 6, 10, "one"):
-        held = rf"6 bytes are held \(6 by pid {os.getpid()} \(one\)\): queue for it with wait, .*share status"
-        refused(held, 5, 10, "two")
+        pattern = rf"6 bytes are held \(6 by pid {os.getpid()} \(one\)\): queue for it with wait, .*share status"
+        refused(pattern, 5, 10, "two")
         advice = {"advise": lambda free: f"run with less than {free} bytes"}
         refused(r"queue for it with wait, run with less than 4 bytes, or see", 5, 10, "two", **advice)
         with take(ledger, 500, None, "whose budget nobody knows"):
@@ -87,7 +87,9 @@ def test_first_come_first_served(ledger: Ledger) -> None:
         with take(ledger, need, 10, name, wait=60):
             order.append(name)
 
-    threads = [threading.Thread(target=run, args=given) for given in (("large", 9), ("small", 2))]  # not both at once
+    threads = [
+        threading.Thread(target=run, args=arguments) for arguments in (("large", 9), ("small", 2))
+    ]  # not both at once
     with take(ledger, 5, 10, "stays"):
         with take(ledger, 5, 10, "goes"):
             for count, thread in enumerate(threads, 1):
@@ -222,8 +224,8 @@ def contend(directory: Path, budget: int, acquisitions: int) -> dict[str, Any]:
     pids = [spawn(slot) for slot in range(WORKERS)]
     while sum(board[0::3]) < acquisitions:
         time.sleep(chance.uniform(0, KILLS))
-        holding = [slot for slot in range(WORKERS) if board[3 * slot + 2]]
-        slot = chance.choice(holding or range(WORKERS))
+        owners = [slot for slot in range(WORKERS) if board[3 * slot + 2]]
+        slot = chance.choice(owners or range(WORKERS))
         kill(pids[slot])
         kills, holders = kills + 1, holders + board[3 * slot + 2]
         pids[slot] = spawn(slot)
@@ -248,21 +250,23 @@ def contention(budget: int, acquisitions: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=memory) as directory:
         command = [sys.executable, __file__, directory, str(budget), str(acquisitions)]
         paths = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}  # what pytest found it with
-        done = subprocess.run(command, env=os.environ | paths, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
-    print(done.stdout)
-    return json.loads(done.stdout)
+        process = subprocess.run(
+            command, env=os.environ | paths, capture_output=True, text=True, timeout=900, check=False
+        )
+    assert process.returncode == 0, process.stderr
+    assert not process.stderr
+    print(process.stdout)
+    return json.loads(process.stdout)
 
 
 @pytest.mark.slow
 @pytest.mark.rare
 def test_nothing_is_over_committed() -> None:
     acquisitions = 10_000 if FULL else 1000
-    seen = contention(UNITS, acquisitions)
-    assert seen["acquisitions"] >= acquisitions
-    assert seen["over_commits"] == 0
-    assert seen["killed_holders"] > acquisitions / 500
+    counts = contention(UNITS, acquisitions)
+    assert counts["acquisitions"] >= acquisitions
+    assert counts["over_commits"] == 0
+    assert counts["killed_holders"] > acquisitions / 500
 
 
 def test_the_check_would_notice() -> None:

@@ -61,7 +61,7 @@ def expected(values: Values, draws: np.ndarray | None, numbers: dict[str, int], 
     norms = {m: np.linalg.norm(weight(m, 0) + delta(values, m, 0), axis=1) for m in MODULES}
 
     def forward(at: Values) -> Values:
-        found = {}
+        outputs = {}
         for module in MODULES:
             x, y = at["x"].astype(np.float64), at["x"] @ weight(module, 1).T + values[f"{module}.bias"]
             for slot, (start, stop) in enumerate(SLOTS):
@@ -73,8 +73,8 @@ def expected(values: Values, draws: np.ndarray | None, numbers: dict[str, int], 
                 gain = at[f"{module}.M.0"] / norms[module] if slot == 0 and not offset else np.ones(len(own))
                 low = gain * (dropped @ delta(at, module, slot).T)
                 y[start:stop] = rows @ own.T + (gain - 1) * (dropped @ own.T) + low + values[f"{module}.bias"]
-            found[module] = y
-        return found
+            outputs[module] = y
+        return outputs
 
     return forward
 
@@ -135,7 +135,7 @@ def test_outputs_and_gradients(device: Device, dropout: bool, together: bool, of
     adapters.upload_constants(device)
     for slot in range(2):
         parts = "AB" if slot or offset else "ABM"
-        own = {path[m]: tuple(values[f"{m}.{which}.{slot}"] for which in parts) for m in MODULES}
+        own = {path[m]: tuple(values[f"{m}.{key}.{slot}"] for key in parts) for m in MODULES}
         adapters.write(device, slot, own)
     if adapters.offset:
         adapters.offset.write(device, 0, {path[m]: (values[f"{m}.A0.0"], values[f"{m}.B0.0"]) for m in MODULES})
@@ -145,9 +145,9 @@ def test_outputs_and_gradients(device: Device, dropout: bool, together: bool, of
         draws[:2], draws[20:] = (0, 0, 0, np.float32(1).view(np.uint32)), (0, 0, 0, np.float32(1).view(np.uint32))
         write(device, inputs.draws, draws)
     write(device, inputs.slot_ranges, np.array(SLOTS, np.uint32))
-    given = {module: rng.standard_normal(out[module].shape, np.float32) for module in MODULES}
+    output_gradients = {module: rng.standard_normal(out[module].shape, np.float32) for module in MODULES}
     for module in MODULES:
-        write(device, dys[module], given[module] / (2 if together else 1))
+        write(device, dys[module], output_gradients[module] / (2 if together else 1))
     write(device, x, values["x"])
     arena = Arena(device, Arena.sizes_for([program.plan(), norms.program.plan()]))
     if adapters.gains:
@@ -158,18 +158,18 @@ def test_outputs_and_gradients(device: Device, dropout: bool, together: bool, of
     program.run()
     forward = expected(values, draws, {module: adapters.numbers[path[module]] for module in MODULES}, offset)
     for module, want in forward(values).items():
-        found = device.read(out[module].storage.buffer).view(np.float32).reshape(want.shape) / 2
-        assert nmse(found, want) < CLOSE, module
+        output = device.read(out[module].storage.buffer).view(np.float32).reshape(want.shape) / 2
+        assert nmse(output, want) < CLOSE, module
     gradients = {"x": device.read(dx.storage.buffer).view(np.float32).reshape(TOKENS, 64) / 2}
     for slot in range(2):
         for module, pair in adapters.read(device, slot, adapters.grads).items():
             name = module.rpartition(".")[2]
-            gradients |= {f"{name}.{which}.{slot}": m for which, m in zip("ABM", pair, strict=False)}
+            gradients |= {f"{name}.{key}.{slot}": m for key, m in zip("ABM", pair, strict=False)}
     assert ("q_proj.M.0" in gradients) != offset
     for name, gradient in gradients.items():  # the loss is linear in each alone but B, and B's is exact to h^2
         way, h = rng.standard_normal(gradient.shape), 1e-5
         ahead, behind = (forward({**values, name: values[name] + sign * h * way}) for sign in (1, -1))
-        slope = sum(((ahead[m] - behind[m]) * given[m]).sum() for m in MODULES) / (2 * h)
+        slope = sum(((ahead[m] - behind[m]) * output_gradients[m]).sum() for m in MODULES) / (2 * h)
         scale = np.linalg.norm(gradient) * np.linalg.norm(way)
         assert abs((gradient * way).sum() - slope) < 1e-5 * scale, name
     arena.free()
@@ -223,7 +223,7 @@ NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 
 @pytest.mark.parametrize(
-    ("given", "expected", "names"),
+    ("option", "expected", "names"),
     [
         ("all-linear", [path_of(i, name) for i in (0, 1) for name in NAMES], NAMES),
         (" v_proj , q_proj,", [path_of(i, n) for i in (0, 1) for n in ("q_proj", "v_proj")], ("q_proj", "v_proj")),
@@ -238,15 +238,15 @@ NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
         (r".*layers\.(?!0\.).*down_proj", [path_of(1, "down_proj")], ("1.mlp.down_proj",)),
     ],
 )  # fmt: skip
-def test_what_is_meant(given: str, expected: list[str], names: tuple[str, ...]) -> None:
-    found = resolve_target_modules(given, CONFIG)
-    assert found == expected
-    assert shortest(found, CONFIG) == names
+def test_what_is_meant(option: str, expected: list[str], names: tuple[str, ...]) -> None:
+    modules = resolve_target_modules(option, CONFIG)
+    assert modules == expected
+    assert shortest(modules, CONFIG) == names
     assert resolve_target_modules(",".join(names), CONFIG) == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("option", "message"),
     [
         ("q_proj,zork", r"has no 'zork': choose among q_proj, .*, down_proj, mlp, attention, or 'all-linear'\.$"),
         ("proj", "has no 'proj'"),  # not the end of a name
@@ -258,9 +258,9 @@ def test_what_is_meant(given: str, expected: list[str], names: tuple[str, ...]) 
         ),
     ],
 )
-def test_what_the_model_does_not_have_is_refused(given: str, message: str) -> None:
+def test_what_the_model_does_not_have_is_refused(option: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        resolve_target_modules(given, CONFIG)
+        resolve_target_modules(option, CONFIG)
 
 
 def test_matrices_that_are_kept_are_named_too() -> None:

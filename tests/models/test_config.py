@@ -290,15 +290,15 @@ def test_gemma():
 
 
 def test_rotary_bases_of_gemma3():
-    def both(**changes):
+    def configs_of(**changes):
         c = config(model_type="gemma3_text", **changes)
         return (c.rope_theta, c.rope_scaling), (c.local_rope_theta, c.local_rope_scaling)
 
     nested = {"full_attention": {"rope_theta": 5e5, **LINEAR}, "sliding_attention": {"rope_theta": 2e4}}
     earlier = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR}
-    assert both(rope_parameters=nested) == both(**earlier)
-    assert both(**earlier)[0][1].factor == 2
-    assert both(**earlier)[1] == (2e4, None)
+    assert configs_of(rope_parameters=nested) == configs_of(**earlier)
+    assert configs_of(**earlier)[0][1].factor == 2
+    assert configs_of(**earlier)[1] == (2e4, None)
     assert len(config(model_type="gemma3_text").tables()) == 2
 
 

@@ -93,20 +93,20 @@ def test_targets_match_no_other_part() -> None:
     assert expression(resolve_target_modules("q_proj,mlp", config), config) == (
         rf"{layers}(?:self_attn\.q_proj|mlp\.gate_proj|mlp\.up_proj|mlp\.down_proj)"
     )
-    one = "model.language_model.layers.1.self_attn.v_proj"
-    assert expression([one], config) == one.replace(".", r"\.")
+    module = "model.language_model.layers.1.self_attn.v_proj"
+    assert expression([module], config) == module.replace(".", r"\.")
     every = resolve_target_modules("all-linear", config)
     assert resolve_target_modules(expression(every, config), config) == list(config.lora_modules)
 
 
-def written(directory: Path, modules: dict[str, tuple[np.ndarray, np.ndarray]], **changes: Any) -> Path:
+def write_adapter(directory: Path, modules: dict[str, tuple[np.ndarray, np.ndarray]], **changes: Any) -> Path:
     directory.mkdir()
     tensors = {}
     for module, (a, b) in modules.items():
         tensors |= {tensor_name(module, "A"): a, tensor_name(module, "B"): b}
     save_file(tensors, directory / WEIGHTS)
-    said = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": r".*\.language_model\..*", **changes}
-    (directory / CONFIG).write_text(json.dumps(said))
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": r".*\.language_model\..*", **changes}
+    (directory / CONFIG).write_text(json.dumps(settings))
     return directory
 
 
@@ -121,7 +121,7 @@ def golden_adapter(directory: Path, prefix: str) -> Path:
         modules[path_of(layer, module).replace(TEXT, prefix, 1)] = a, b
     ranks = {f"{prefix}layers.0.linear_attn.out_proj": 2}
     alphas = {rf"^{prefix}layers\.\d+\.mlp\..*": 20, f"{prefix}layers.1.self_attn.q_proj": 3}
-    return written(directory, modules, rank_pattern=ranks, alpha_pattern=alphas)
+    return write_adapter(directory, modules, rank_pattern=ranks, alpha_pattern=alphas)
 
 
 def test_either_names_are_the_same_adapter(device: Device, base: Path, tmp_path: Path) -> None:
@@ -129,14 +129,14 @@ def test_either_names_are_the_same_adapter(device: Device, base: Path, tmp_path:
     model.load_weights()
     plain, whole = (golden_adapter(tmp_path / prefix, prefix) for prefix in (TEXT, WHOLE))
     segments = [Segment(ids) for ids in golden_rows(golden("qwen3_5_text"), "input_ids")]
-    both = [full_logits(model, segments, load_adapters(device, model.config, [one])) for one in (plain, whole)]
-    for have, want in zip(*both, strict=True):
+    logits = [full_logits(model, segments, load_adapters(device, model.config, [item])) for item in (plain, whole)]
+    for have, want in zip(*logits, strict=True):
         np.testing.assert_array_equal(have, want)
     assert frozen_adapter(plain, model.config).digest == frozen_adapter(whole, model.config).digest
     for place, adapter in (("a", plain), ("b", whole)):
         merge_adapter(base, adapter, tmp_path / place, "f32")
-    found = [(tmp_path / place / "model.safetensors").read_bytes() for place in "ab"]
-    assert found[0] == found[1] != (base / "model.safetensors").read_bytes()
+    contents = [(tmp_path / place / "model.safetensors").read_bytes() for place in "ab"]
+    assert contents[0] == contents[1] != (base / "model.safetensors").read_bytes()
 
 
 def test_what_is_saved_has_the_names_of_the_text_part(device: Device, base: Path, tmp_path: Path) -> None:
@@ -173,10 +173,10 @@ def test_names_of_all_versions_of_transformers(config: ModelConfig, names: str, 
     }
     stored = {module.replace(config.LAYERS, names, 1): pair for module, pair in modules.items()}
     patterns = {f"{names}.1.self_attn.k_proj": 16}
-    found, matrices = read_adapter_for(config, written(tmp_path / "adapter", stored, alpha_pattern=patterns))
+    adapter, matrices = read_adapter_for(config, write_adapter(tmp_path / "adapter", stored, alpha_pattern=patterns))
     assert list(matrices) == list(read_adapter_for(config, tmp_path / "adapter")[1])
     for module, pair in modules.items():
-        assert found.scaling(module) == (4 if module.endswith(".1.self_attn.k_proj") else 2)
+        assert adapter.scaling(module) == (4 if module.endswith(".1.self_attn.k_proj") else 2)
         for have, want in zip(matrices[module], pair, strict=True):
             np.testing.assert_array_equal(have, want)
 
@@ -186,7 +186,7 @@ UP = path_of(0, "up_proj")
 
 
 @pytest.mark.parametrize(
-    ("architecture", "modules", "said"),
+    ("architecture", "modules", "message"),
     [
         ("qwen3_5_text", [EYE], OTHER_PART),
         ("gemma3", ["model.vision_tower.encoder.layers.0.self_attn.q_proj"], OTHER_PART),
@@ -194,12 +194,12 @@ UP = path_of(0, "up_proj")
         ("qwen3_5_text", [UP, UP.replace(TEXT, WHOLE, 1)], "adapter holds {} under two names: save it again"),
     ],
 )
-def test_modules_that_are_refused(architecture: str, modules: list[str], said: str, tmp_path: Path) -> None:
+def test_modules_that_are_refused(architecture: str, modules: list[str], message: str, tmp_path: Path) -> None:
     config = config_of(MODELS / architecture)
     out, size_in = config.lora_modules.get(modules[0], (2, 3))
     pair = np.ones((4, size_in), np.float32), np.ones((out, 4), np.float32)
-    adapter = written(tmp_path / "adapter", dict.fromkeys(modules, pair))
-    with pytest.raises(UserError, match=said.format(modules[0])):
+    adapter = write_adapter(tmp_path / "adapter", dict.fromkeys(modules, pair))
+    with pytest.raises(UserError, match=message.format(modules[0])):
         read_adapter_for(config, adapter)
 
 
@@ -212,9 +212,9 @@ def test_an_adapter_of_the_whole_fits_its_text_part(tmp_path: Path, text: str, k
     module = "model.layers.0.mlp.up_proj"
     out, size_in = config.lora_modules[module]
     pair = np.ones((2, size_in), np.float32), np.ones((out, 2), np.float32)
-    adapter = written(tmp_path / "adapter", {module.replace(TEXT, WHOLE): pair}, r=2, lora_alpha=4)
+    adapter = write_adapter(tmp_path / "adapter", {module.replace(TEXT, WHOLE): pair}, r=2, lora_alpha=4)
     assert [*read_adapter_for(config, adapter)[1]] == [module]
     # And back: one that was trained on the text part alone fits the whole.
-    said = {"model_type": kind, "text_config": json.loads((MODELS / text / "config.json").read_text())}
-    plain = written(tmp_path / "plain", {module: pair}, r=2, lora_alpha=4)
-    assert [*read_adapter_for(parse_config(said), plain)[1]] == [module.replace(TEXT, WHOLE)]
+    settings = {"model_type": kind, "text_config": json.loads((MODELS / text / "config.json").read_text())}
+    plain = write_adapter(tmp_path / "plain", {module: pair}, r=2, lora_alpha=4)
+    assert [*read_adapter_for(parse_config(settings), plain)[1]] == [module.replace(TEXT, WHOLE)]

@@ -23,17 +23,17 @@ def golden_segments(architecture):
     ],
 )
 def test_logits_equal_the_golden_ones(device, architecture, base):
-    found = full_logits(load(architecture, device, base), golden_segments(architecture))
+    logits = full_logits(load(architecture, device, base), golden_segments(architecture))
     expected = golden_rows(golden(architecture), f"logits.{base}")
-    for i, (have, want) in enumerate(zip(found, expected, strict=True)):
+    for i, (have, want) in enumerate(zip(logits, expected, strict=True)):
         assert relative_error(have, want) < 1e-4, f"row {i}"
 
 
 @pytest.mark.parametrize(("base", "bound"), [("bf16", 2e-2), ("f16", 2e-3)])
 def test_half_precision_bases_are_close_to_f32(device, base, bound):
     # llama's fixture is stored as f32, so both truly round
-    found = full_logits(load("llama", device, base), golden_segments("llama"))
-    for have, want in zip(found, golden_rows(golden("llama"), "logits.f32"), strict=True):
+    logits = full_logits(load("llama", device, base), golden_segments("llama"))
+    for have, want in zip(logits, golden_rows(golden("llama"), "logits.f32"), strict=True):
         assert 1e-6 < relative_error(have, want) < bound
 
 
@@ -62,7 +62,7 @@ def test_pefts_own_adapters_give_pefts_logits(device, name, architecture):
     adapters = load_adapters(device, model.config, [FIXTURES / "peft" / name])
     fix_gains(model, adapters)
     segments = [Segment(stored[f"{name}.input_ids"][0])]
-    (plain,), (found,) = full_logits(model, segments), full_logits(model, segments, adapters)
+    (plain,), (actual,) = full_logits(model, segments), full_logits(model, segments, adapters)
     (expected,) = stored[f"{name}.logits"]
-    assert relative_error(found, expected) < 1e-4
+    assert relative_error(actual, expected) < 1e-4
     assert relative_error(plain, expected) > 0.02

@@ -65,8 +65,8 @@ def test_a_packed_model_is_the_same_model(device: Device, tmp_path: Path, archit
         nested, _ = tensors.pop(f"{matrix}.nested_absmax"), tensors.pop(f"{matrix}.nested_quant_map")
         absmax = double_dequantize(tensors[f"{matrix}.absmax"], nested, state["nested_offset"])
         tensors[f"{matrix}.absmax"] = absmax.astype(np.float32)
-        kept = {key: value for key, value in state.items() if not key.startswith("nested")}
-        tensors[name] = np.frombuffer(json.dumps(kept).encode(), np.uint8)
+        flat = {key: value for key, value in state.items() if not key.startswith("nested")}
+        tensors[name] = np.frombuffer(json.dumps(flat).encode(), np.uint8)
     save_file(tensors, plain / SINGLE, {"format": "pt"})
     for have, want in zip(logits(device, architecture, plain), expected, strict=True):
         assert relative_error(have, want) < 1e-6
@@ -76,8 +76,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     source, output, again = FIXTURES / "models" / "qwen2", tmp_path / "packed", tmp_path / "again"
     assert main(["import", str(source), "--output", str(output)]) == 0
     assert "bytes of weights" in capsys.readouterr().out
-    for given, target, message in ((source, output, "exists already"), (output, again, "quantised on loading")):
-        assert main(["import", str(given), "--output", str(target)]) == 2
+    for source_path, target, message in ((source, output, "exists already"), (output, again, "quantised on loading")):
+        assert main(["import", str(source_path), "--output", str(target)]) == 2
         assert message in capsys.readouterr().err
     with pytest.raises(UserError, match="base_dtype='bf16' is not possible"):
         open_model(str(output), base_dtype="bf16")
@@ -107,7 +107,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda t, s: s.update(blocksize=128), "blocksize 128"),
         (lambda t, s: s.update(quant_type="fp4"), "quant_type 'fp4'"),
@@ -120,14 +120,14 @@ Q = "model.layers.0.self_attn.q_proj.weight"
         (lambda t, s: t.update({"model.layers.0.extra.weight": np.zeros(3, np.float32)}), "does not account for"),
     ],
 )
-def test_damage_is_said(device: Device, tmp_path: Path, damage: Callable[..., None], said: str) -> None:
+def test_damage_is_said(device: Device, tmp_path: Path, damage: Callable[..., None], message: str) -> None:
     directory = packed_model(device, "qwen2", tmp_path / "packed")
     tensors = load_file(directory / SINGLE)
     state = json.loads(tensors[Q + STATE].tobytes())
     damage(tensors, state)
     tensors[Q + STATE] = np.frombuffer(json.dumps(state).encode(), np.uint8)
     save_file(tensors, directory / SINGLE, {"format": "pt"})
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         open_model(str(directory), device)
 
 
@@ -169,8 +169,8 @@ def test_bitsandbytes_own_files_are_read(device: Device, tmp_path: Path, archite
     source = FIXTURES / "models" / architecture
     model = transformers.AutoModelForCausalLM.from_pretrained(source, quantization_config=how, dtype=torch.float32)
     model.save_pretrained(tmp_path / "theirs")
-    found = logits(device, architecture, tmp_path / "theirs")
-    for ids, have in zip(golden_rows(golden(architecture), "input_ids"), found, strict=True):
+    actual = logits(device, architecture, tmp_path / "theirs")
+    for ids, have in zip(golden_rows(golden(architecture), "input_ids"), actual, strict=True):
         with torch.no_grad():
             want = model(torch.tensor(ids[None].astype(np.int64))).logits[0].float().numpy()
         assert relative_error(have, want) < 1e-4

@@ -38,16 +38,19 @@ def test_a_mix_and_then_another_scheme_of_it(run: Run, device: Device, tmp_path:
         "--calibration", rows, "--calibration-samples", 4, "--eval-data", rows, "--json",
     )  # fmt: skip
     assert code == 0, err
-    found = json.loads(out)
-    assert found["base_dtype"] == "q2a8-g16"
-    assert {one["kind"]: one["schemes"] for one in found["kinds"]} == {"attention": ["int8-g16"], "mlp": ["lut2-g16"]}
-    errors = {one["kind"]: one["error"] for one in found["kinds"]}
+    report = json.loads(out)
+    assert report["base_dtype"] == "q2a8-g16"
+    assert {kind["kind"]: kind["schemes"] for kind in report["kinds"]} == {
+        "attention": ["int8-g16"],
+        "mlp": ["lut2-g16"],
+    }
+    errors = {kind["kind"]: kind["error"] for kind in report["kinds"]}
     assert 0 < errors["attention"] < 1e-4 < 0.05 < errors["mlp"] < 0.2
-    assert found["before"] != found["after"]
+    assert report["before"] != report["after"]
     code, out, err = run("--from-base", first, "--scheme", "nf4", "--output", second, "--eval-data", rows)
     assert code == 0, err
     before, after = map(float, re.findall(r"([\d.]+) before, ([\d.]+) after", out)[0])
-    assert before == pytest.approx(found["after"], abs=1e-4)
+    assert before == pytest.approx(report["after"], abs=1e-4)
     assert after != before
     assert "relative error" in out
     model = open_model(str(second), device)
@@ -60,16 +63,16 @@ def test_moments_are_the_mean_squares_of_inputs(device: Device) -> None:
     model = open_model(QWEN3, device, "bf16")
     ids = [np.asarray(row) for row in golden_rows(golden("qwen3"), "input_ids")]
     rows: Any = [SimpleNamespace(input_ids=row) for row in ids]
-    found = input_moments(model, rows, batch_tokens=max(map(len, ids)) + 3)
-    assert found.keys() == model.config.matrices().keys()
+    moments = input_moments(model, rows, batch_tokens=max(map(len, ids)) + 3)
+    assert moments.keys() == model.config.matrices().keys()
     table = model.checkpoint.read_f32(model.config.EMBEDDING).astype(np.float64)
     norm = model.checkpoint.read_f32("model.layers.0.input_layernorm.weight").astype(np.float64)
     x = table[np.concatenate(ids)]
     x = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + model.config.rms_norm_eps) * norm
     want = (x**2).mean(axis=0)
-    np.testing.assert_allclose(found["model.layers.0.self_attn.q_proj.weight"], want, rtol=1e-5)
+    np.testing.assert_allclose(moments["model.layers.0.self_attn.q_proj.weight"], want, rtol=1e-5)
     together = input_moments(model, rows, batch_tokens=4096)
-    for name, values in found.items():
+    for name, values in moments.items():
         np.testing.assert_allclose(together[name], values, rtol=1e-4, err_msg=name)
     model.unload()
 
@@ -81,15 +84,15 @@ def test_calibration_lowers_the_error_of_outputs(device: Device, tmp_path: Path,
     importance = np.exp(2 * rng.standard_normal(size_in))
     source = model.checkpoint.read_f32(name)
 
-    def lost() -> float:
+    def output_error() -> float:
         model.load_weights()
         values = dict(model.decoder.matrices())[name].values(device)
         model.unload()
         return float((importance * (values - source) ** 2).sum())
 
-    plain = lost()
+    plain = output_error()
     model.importance = {name: importance}
-    assert lost() < 0.95 * plain
+    assert output_error() < 0.95 * plain
 
 
 REFUSED = [
@@ -117,11 +120,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "said"), REFUSED, ids=[said[:30] for _, said in REFUSED])
-def test_what_does_not_fit_is_refused(run: Run, tmp_path: Path, options: list[str], said: str) -> None:
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[message[:30] for _, message in REFUSED])
+def test_what_does_not_fit_is_refused(run: Run, tmp_path: Path, options: list[str], message: str) -> None:
     code, _, err = run(*options, "--output", tmp_path / "output")
     assert (code, err.count("\n")) == (2, 1), err
-    assert said in err
+    assert message in err
     assert not list(tmp_path.iterdir())
 
 
@@ -129,9 +132,9 @@ def test_existing_output_and_empty_data_are_refused(run: Run, tmp_path: Path) ->
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "notes").write_text("mine")
     (tmp_path / "empty.jsonl").write_text("")
-    given = ["--model", QWEN3, "--scheme", "lut2", "--group", "16"]
-    assert "exists already" in run(*given, "--output", tmp_path / "taken").err
-    code, _, err = run(*given, "--output", tmp_path / "output", "--calibration", tmp_path / "empty.jsonl")
+    options = ["--model", QWEN3, "--scheme", "lut2", "--group", "16"]
+    assert "exists already" in run(*options, "--output", tmp_path / "taken").err
+    code, _, err = run(*options, "--output", tmp_path / "output", "--calibration", tmp_path / "empty.jsonl")
     assert (code, "empty.jsonl" in err) == (2, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.jsonl", "taken"]
 
@@ -140,23 +143,23 @@ FULL = r"{} cannot be written \(No space left on device\): free"
 
 
 @pytest.mark.parametrize(
-    ("error", "expected", "said"),
+    ("error", "expected", "message"),
     [
         (KeyboardInterrupt(), KeyboardInterrupt, ""),
         (OSError(errno.ENOSPC, "No space left on device"), UserError, FULL),
     ],
 )
 def test_what_fails_leaves_nothing(
-    device: Device, tmp_path: Path, error: BaseException, expected: type[BaseException], said: str
+    device: Device, tmp_path: Path, error: BaseException, expected: type[BaseException], message: str
 ) -> None:
     events = hearing(written=Mock(side_effect=error))
-    with pytest.raises(expected, match=said.format(tmp_path / "output")):
+    with pytest.raises(expected, match=message.format(tmp_path / "output")):
         quantized(QWEN3, "int8-row", tmp_path / "output", device=device, events=events)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("arguments", "name"),
     [
         (("nf4", None, None, None), "nf4"),
         (("lut3", None, None, "row"), "lut3-row"),
@@ -165,5 +168,5 @@ def test_what_fails_leaves_nothing(
         (("lut2", None, None, "32"), "lut2"),
     ],
 )
-def test_names_of_formats(given: tuple[str | None, ...], name: str) -> None:
-    assert format_name(*given) == name
+def test_names_of_formats(arguments: tuple[str | None, ...], name: str) -> None:
+    assert format_name(*arguments) == name

@@ -65,11 +65,11 @@ def ours(device: Device, directory: Path) -> LoadedModel:
     return model
 
 
-def same(found: list[np.ndarray], model: Any) -> None:
+def same(logits: list[np.ndarray], model: Any) -> None:
     """Asserts that a model of transformers or PEFT gives these logits."""
     import torch
 
-    for ids, have in zip(ROWS, found, strict=True):
+    for ids, have in zip(ROWS, logits, strict=True):
         with torch.no_grad():
             want = model(input_ids=torch.from_numpy(ids[None]).long()).logits[0].numpy()
         assert relative_error(have, want) < 1e-4
@@ -78,10 +78,10 @@ def same(found: list[np.ndarray], model: Any) -> None:
 def with_adapter(model: LoadedModel, adapter: Path) -> list[np.ndarray]:
     """Our logits, which the adapter changes."""
     segments = [Segment(ids) for ids in ROWS]
-    found = full_logits(model, segments, load_adapters(model.device, model.config, [adapter]))
-    for have, plain in zip(found, full_logits(model, segments), strict=True):
+    logits = full_logits(model, segments, load_adapters(model.device, model.config, [adapter]))
+    for have, plain in zip(logits, full_logits(model, segments), strict=True):
         assert relative_error(have, plain) > 0.05
-    return found
+    return logits
 
 
 def test_logits_and_our_adapters(ours: LoadedModel, directory: Path, tmp_path: Path) -> None:
@@ -128,6 +128,6 @@ def test_adapters_of_the_whole_class(ours: LoadedModel, directory: Path, tmp_pat
     adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     names = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert all(name.startswith("base_model.model.model.language_model.layers.") for name in names)
-    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert "model.language_model.layers.1.mlp.up_proj" in said["rank_pattern"]
+    peft_config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert "model.language_model.layers.1.mlp.up_proj" in peft_config["rank_pattern"]
     same(with_adapter(ours, tmp_path / "adapter"), adapted)

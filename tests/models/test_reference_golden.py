@@ -71,14 +71,14 @@ def test_models_and_golden_values(architecture, tmp_path):
     assert live.names() == stored.names()
     for name in stored.names():
         assert live.read_raw(name).tobytes() == stored.read_raw(name).tobytes(), name
-    (ends, begun), (stored_ends, stored_begun) = (
+    (ends, initial), (stored_ends, stored_begun) = (
         split(arrays, "final.", "losses.", "grad_norms.")
         for arrays in (golden(architecture, tmp_path), load_file(FIXTURES / "golden" / f"{architecture}.safetensors"))
     )
-    assert_same_numbers(begun, stored_begun)
+    assert_same_numbers(initial, stored_begun)
     (ends, curves), (stored_ends, stored_curves) = (split(arrays, "final.") for arrays in (ends, stored_ends))
     assert_same_curves(curves, stored_curves)
-    starts = {name: begun["adapter." + name.split(".", 2)[2]] for name in ends}
+    starts = {name: initial["adapter." + name.split(".", 2)[2]] for name in ends}
     assert_same_ends(ends, stored_ends, starts, 5e-4)
 
 
@@ -101,9 +101,9 @@ def test_preference_runs(monkeypatch):
     stored = load_file(FIXTURES / "golden" / "preferences.safetensors")
     live = preferences.preferences(FIXTURES / "models", initial)
     assert live.keys() == stored.keys()
-    begun = {name: values[:3] if values.shape == (20,) else values for name, values in stored.items()}
-    curves, given = split(begun, *(f"{case}." for case in preferences.CASES))
-    assert_same_numbers({name: live[name] for name in given}, given)
+    beginnings = {name: values[:3] if values.shape == (20,) else values for name, values in stored.items()}
+    curves, options = split(beginnings, *(f"{case}." for case in preferences.CASES))
+    assert_same_numbers({name: live[name] for name in options}, options)
     curves = {name: values for name, values in curves.items() if ".final." not in name}
     assert_same_curves({name: live[name] for name in curves}, curves)
 
@@ -224,13 +224,13 @@ def test_peft_loads_a_converted_pissa(monkeypatch, tmp_path):
     write_adapter(tmp_path / "ours", tensors, double_rank(config))
     merged = PeftModel.from_pretrained(model, tmp_path / "ours").merge_and_unload()
     for module, expected in want.items():
-        found = merged.get_submodule(module).weight.detach().numpy()
-        np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+        merged_weight = merged.get_submodule(module).weight.detach().numpy()
+        np.testing.assert_allclose(merged_weight, expected, atol=1e-5 * np.abs(expected).max())
     back = halve_rank(double_rank(config), 5)
     assert (back.r, back.lora_alpha) == (3, 5)
     pairs = {m: (tensors[tensor_name(m, "A")], tensors[tensor_name(m, "B")]) for m in want}
-    own, rest = split_offset(pairs)
+    own, tail = split_offset(pairs)
     for module, (a, b) in own.items():
-        a0, b0 = rest[module]
+        a0, b0 = tail[module]
         np.testing.assert_array_equal(np.concatenate([a, a0]), pairs[module][0])
         np.testing.assert_array_equal(np.concatenate([b, b0], axis=1), pairs[module][1])

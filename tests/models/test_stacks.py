@@ -73,9 +73,9 @@ class Result:
         allocate(device, storages | adapters.storages())
         row = np.arange(TOKENS)
         rows = Rows.causal(row, 0 * row, row, 0 * row, 0 * row + TOKENS)
-        given = [(inputs.positions, row), (inputs.slot_ranges, np.array(SLOTS))]
-        given += [(tensor, item.values(rows)) for item, tensor in inputs.rows.items()]
-        for tensor, values in given:
+        inputs_of = [(inputs.positions, row), (inputs.slot_ranges, np.array(SLOTS))]
+        inputs_of += [(tensor, item.values(rows)) for item, tensor in inputs.rows.items()]
+        for tensor, values in inputs_of:
             write(device, tensor, values.astype(np.uint32))
         for table, tensor in inputs.tables.items():
             write(device, tensor, table.values(TOKENS))
@@ -94,10 +94,10 @@ class Result:
         arena = Arena(device, program.plan().sizes)
         program.build(arena)
         program.run()
-        self.found = {name: device.read(t.storage.buffer).view(np.float32) for name, t in (("y", y), ("dx", dx))}
+        self.outputs = {name: device.read(t.storage.buffer).view(np.float32) for name, t in (("y", y), ("dx", dx))}
         for slot in range(len(SLOTS)):
             for module, pair in adapters.read(device, slot, adapters.grads).items():
-                self.found |= {f"{slot} {module}.{which}": m for which, m in zip("AB", pair, strict=True)}
+                self.outputs |= {f"{slot} {module}.{part}": m for part, m in zip("AB", pair, strict=True)}
         self.names = [step.kernel.name for step in program.dispatches]
         self.stacked = [step.constants.get("stacked", False) for step in program.dispatches]
         arena.free()
@@ -124,10 +124,10 @@ def test_stacks(
     assert any(together.stacked)
     assert not any(alone.stacked)
     assert len(together.names) < len(alone.names)
-    assert together.found.keys() == alone.found.keys()
-    for name, want in alone.found.items():
+    assert together.outputs.keys() == alone.outputs.keys()
+    for name, want in alone.outputs.items():
         assert (want != 0).any(), name
-        assert nmse(together.found[name], want) < close, name
+        assert nmse(together.outputs[name], want) < close, name
 
 
 def test_a_stack_of_adapters_that_exceeds_a_binding_is_modules_apart() -> None:
@@ -151,8 +151,8 @@ def test_formats_may_be_mixed_within_a_layer() -> None:
     assert first is dense
     assert gate.product([up]) is not None
     apart = [declare("nf4", (64, 64), "nf4", shared, None) for _ in range(2)]
-    one, two = stacked(apart, shared.max_binding)
-    assert one.product([two]) is None  # their scales are not
+    left_stack, two = stacked(apart, shared.max_binding)
+    assert left_stack.product([two]) is None  # their scales are not
 
 
 # -- delta nets --------------------------------------------------------------------------------------------------------
@@ -227,11 +227,11 @@ def test_small_matrices_stay_as_they_are(device: Device) -> None:
 def test_runs() -> None:
     """Two sequences, of which the second goes on from five tokens before the batch."""
 
-    def each(*values: int) -> np.ndarray:
+    def u32_array(*values: int) -> np.ndarray:
         return np.array(values)
 
-    keys, first = each(0, 1, 2, 25, 26), each(0, 0, 0, 20, 20)
-    rows = Rows.causal(each(0, 1, 2, 5, 6), each(0, 0, 0, 3, 3), keys, first, each(0, 0, 0, 0, 0))
-    found = Runs().values(rows)
-    assert found.tolist() == [[0, 3, 0, 0], [1, 2, 0, 0], [2, 1, 0, 0], [0, 2, 3, 1], [1, 1, 3, 1]]
-    assert Runs().padding(found).tolist() == [0, 1, NOWHERE, 0]
+    keys, first = u32_array(0, 1, 2, 25, 26), u32_array(0, 0, 0, 20, 20)
+    rows = Rows.causal(u32_array(0, 1, 2, 5, 6), u32_array(0, 0, 0, 3, 3), keys, first, u32_array(0, 0, 0, 0, 0))
+    runs = Runs().values(rows)
+    assert runs.tolist() == [[0, 3, 0, 0], [1, 2, 0, 0], [2, 1, 0, 0], [0, 2, 3, 1], [1, 1, 3, 1]]
+    assert Runs().padding(runs).tolist() == [0, 1, NOWHERE, 0]

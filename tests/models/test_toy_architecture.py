@@ -60,15 +60,15 @@ class Index:
 
     def values(self, rows: Rows) -> np.ndarray:
         before = rows.previous
-        found = np.full(before.size, NOWHERE, np.int64)
+        sources = np.full(before.size, NOWHERE, np.int64)
         if self.what == "previous":
-            found[before >= 0] = before[before >= 0]
+            sources[before >= 0] = before[before >= 0]
         elif self.what == "next":
-            found[before[before >= 0]] = np.flatnonzero(before >= 0)
+            sources[before[before >= 0]] = np.flatnonzero(before >= 0)
         else:
             goes_on = (before < 0) & (rows.positions > 0)
-            found[goes_on] = rows.sequences[goes_on]
-        return found
+            sources[goes_on] = rows.sequences[goes_on]
+        return sources
 
     def padding(self, values: np.ndarray) -> int:
         return NOWHERE
@@ -235,15 +235,15 @@ def test_decoding_gives_what_a_full_pass_gives(toy: Path, trained: Path, device:
     prompts = [rng.integers(0, 61, size).tolist() for size in (11, 1, 6)]
     slots: list[int | None] = [0, 0, None]
     with Generator(model, adapters, capacity=32, batch=3, buckets=(4,)) as generator:
-        kept: dict[int, list[np.ndarray]] = {0: [], 1: [], 2: []}
+        logits: dict[int, list[np.ndarray]] = {0: [], 1: [], 2: []}
 
         def keep(number: int, token: int) -> None:
-            kept[number].append(generator.last_logits())
+            logits[number].append(generator.last_logits())
 
         results = generator.generate(prompts, slots, max_new_tokens=7, on_token=keep)
     for i, (prompt, slot, result) in enumerate(zip(prompts, slots, results, strict=True)):
         (expected,) = full_logits(model, [Segment(np.array(prompt + result.token_ids), slot=slot)], adapters)
-        assert relative_error(np.array(kept[i]), expected[len(prompt) - 1 : -1]) < 1e-5
+        assert relative_error(np.array(logits[i]), expected[len(prompt) - 1 : -1]) < 1e-5
 
 
 def test_what_it_does_not_have_is_said(toy: Path, tmp_path: Path) -> None:

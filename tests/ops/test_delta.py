@@ -60,10 +60,10 @@ def recurrence(v: Values, lengths: Sequence[int]) -> np.ndarray:
     return np.concatenate(out)
 
 
-def drawn(rng: np.random.Generator, rows: int) -> Values:
-    found = {n: rng.normal(size=(rows, *shape)) for n, shape in SHAPES.items()}
-    found |= {n: rng.normal(size=shape) for n, shape in FROZEN.items()}
-    return {n: x.astype(np.float32) for n, x in found.items()}
+def random_values(rng: np.random.Generator, rows: int) -> Values:
+    arrays = {n: rng.normal(size=(rows, *shape)) for n, shape in SHAPES.items()}
+    arrays |= {n: rng.normal(size=shape) for n, shape in FROZEN.items()}
+    return {n: x.astype(np.float32) for n, x in arrays.items()}
 
 
 @dataclass
@@ -112,12 +112,12 @@ class Net:
         return gated_delta_step(rec, *moving, frozen, t["runs"], t["inputs"], t["state"], KEY_HEADS, EPS, NORM_EPS)
 
     def exactly(self, values: Values) -> Values:
-        held = run_exactly(self.program, {self.tensors[n]: x for n, x in {**values, "runs": self.runs}.items()})
-        return {n: held[t.storage].reshape(t.shape) for n, t in self.tensors.items() if t.storage in held}
+        buffers = run_exactly(self.program, {self.tensors[n]: x for n, x in {**values, "runs": self.runs}.items()})
+        return {n: buffers[t.storage].reshape(t.shape) for n, t in self.tensors.items() if t.storage in buffers}
 
     def run(self, *steps: Values) -> list[Values]:
         """The results of steps one after another; what a step does not give stays as it was."""
-        found = []
+        results = []
         with allocated(self.device, self.program, {t.storage for t in self.tensors.values()}) as arena:
             self.program.build(arena)
             write(self.device, self.tensors["runs"], self.runs)
@@ -126,8 +126,8 @@ class Net:
                     write(self.device, self.tensors[name], x)
                 self.program.run()
                 read = {n: self.device.read(t.storage.buffer).view(np.float32) for n, t in self.tensors.items()}
-                found.append({n: x.reshape(self.tensors[n].shape) for n, x in read.items()})
-        return found
+                results.append({n: x.reshape(self.tensors[n].shape) for n, x in read.items()})
+        return results
 
 
 LENGTHS = (3, 70, 1, 90)
@@ -142,13 +142,13 @@ def limit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def test_float64(device: Device, rng: np.random.Generator) -> None:
     """The references make the recurrence and its gradient, by differences in random directions of each input."""
     net, rows = Net(device, runs_of(*LENGTHS, padding=2)), sum(LENGTHS)
-    values = {n: x.astype(np.float64) for n, x in drawn(rng, rows + 2).items()}
+    values = {n: x.astype(np.float64) for n, x in random_values(rng, rows + 2).items()}
     values["dy"] = rng.normal(size=(rows + 2, HEADS * VALUE))
     values["dy"][rows:] = 0
-    found = net.exactly(values)
-    np.testing.assert_allclose(found["y"][:rows], recurrence(values, LENGTHS), rtol=1e-9, atol=1e-11)
+    results = net.exactly(values)
+    np.testing.assert_allclose(results["y"][:rows], recurrence(values, LENGTHS), rtol=1e-9, atol=1e-11)
     for name in SHAPES:
-        assert (found[f"d{name}"][rows:] == 0).all()
+        assert (results[f"d{name}"][rows:] == 0).all()
         for _ in range(4):
             way = rng.normal(size=values[name].shape)
             losses = [
@@ -156,51 +156,51 @@ def test_float64(device: Device, rng: np.random.Generator) -> None:
                 for e in (1e-6, -1e-6)
             ]
             measured = (losses[0] - losses[1]) / 2e-6
-            assert (found[f"d{name}"] * way).sum() == pytest.approx(measured, rel=1e-6, abs=1e-6), name
+            assert (results[f"d{name}"] * way).sum() == pytest.approx(measured, rel=1e-6, abs=1e-6), name
 
 
 @pytest.mark.drivers
 @pytest.mark.usefixtures("limit")
 def test_device(device: Device, rng: np.random.Generator) -> None:
     net, rows = Net(device, runs_of(*LENGTHS, padding=2)), sum(LENGTHS) + 2
-    values = {**drawn(rng, rows), "dy": rng.standard_normal((rows, HEADS * VALUE), np.float32)}
-    want, (found, again) = net.exactly(values), net.run(values, values)
+    values = {**random_values(rng, rows), "dy": rng.standard_normal((rows, HEADS * VALUE), np.float32)}
+    want, (results, again) = net.exactly(values), net.run(values, values)
     for name in ("y", *(f"d{n}" for n in SHAPES)):
-        error = np.abs(found[name] - want[name]).max() / np.abs(want[name]).max()
+        error = np.abs(results[name] - want[name]).max() / np.abs(want[name]).max()
         assert error < 2e-5, f"{name}: {error:.2g}"
-        assert found[name].tobytes() == again[name].tobytes()
+        assert results[name].tobytes() == again[name].tobytes()
 
 
 @pytest.mark.parametrize("slope", [1e-4, 1.0, 20.0])
 def test_a_long_sequence(device: Device, rng: np.random.Generator, slope: float) -> None:
     """4,096 tokens that hardly forget, forget, or forget nearly all with each token."""
-    values = drawn(rng, 4096)
+    values = random_values(rng, 4096)
     values["a_log"][:] = np.log(slope)
     values["dt_bias"][:] = 1.0
     values["a"] *= 0.1
-    (found,) = Net(device, runs_of(4096), training=False).run(values)
+    (results,) = Net(device, runs_of(4096), training=False).run(values)
     want = recurrence(values, [4096])
-    assert np.abs(found["y"] - want).max() / np.abs(want).max() < 1e-4
+    assert np.abs(results["y"] - want).max() / np.abs(want).max() < 1e-4
 
 
 def test_pieces_leave_the_state_of_tokens(device: Device, rng: np.random.Generator) -> None:
     """A prompt of 130 tokens of the second of three sequences, at once, in pieces of 65 and one by one."""
     total, ends, outputs = 130, {}, {}
-    values = drawn(rng, total)
+    values = random_values(rng, total)
     frozen = {n: values[n] for n in FROZEN}
-    kept = {"inputs": np.full((3, TAPS - 1, COLS), 7.0), "state": np.full((3, HEADS, KEY, VALUE), 7.0)}
+    cache = {"inputs": np.full((3, TAPS - 1, COLS), 7.0), "state": np.full((3, HEADS, KEY, VALUE), 7.0)}
     for rows in (130, 65, 1):
-        first, *others = ({n: values[n][at : at + rows] for n in SHAPES} for at in range(0, total, rows))
-        found = Net(device, runs_of(rows, states=(1,), fresh=(1,)), False, 3).run({**frozen, **kept, **first})
-        if others:
-            held = {n: found[0][n] for n in kept}
-            others[0] |= {**frozen, **held}
-            found += Net(device, runs_of(rows, states=(1,)), False, 3).run(*others)
-        ends[rows], outputs[rows] = found[-1], np.concatenate([step["y"] for step in found])
+        first, *following = ({n: values[n][at : at + rows] for n in SHAPES} for at in range(0, total, rows))
+        results = Net(device, runs_of(rows, states=(1,), fresh=(1,)), False, 3).run({**frozen, **cache, **first})
+        if following:
+            state = {n: results[0][n] for n in cache}
+            following[0] |= {**frozen, **state}
+            results += Net(device, runs_of(rows, states=(1,)), False, 3).run(*following)
+        ends[rows], outputs[rows] = results[-1], np.concatenate([step["y"] for step in results])
     want = recurrence(values, [total])
     for rows, end in ends.items():
         assert np.abs(outputs[rows] - want).max() / np.abs(want).max() < 1e-5
-        for name in kept:
+        for name in cache:
             assert (end[name][[0, 2]] == 7).all()
             np.testing.assert_allclose(end[name], ends[1][name], rtol=1e-5, atol=1e-5, err_msg=f"{name} by {rows}")
 
@@ -211,24 +211,24 @@ def test_steps_are_the_chunks(device: Device, rng: np.random.Generator, states: 
     """Tokens of several sequences, of which one begins: the same outputs and states, whatever computes which step."""
     rows, fresh = len(states) + 2, runs_of(*[1] * len(states), padding=2, states=states, fresh=states[:1])
     runs = runs_of(*[1] * len(states), padding=2, states=states)
-    values = drawn(rng, rows)
-    kept = {"inputs": rng.normal(size=(5, TAPS - 1, COLS)), "state": rng.normal(size=(5, HEADS, KEY, VALUE))}
-    kept["state"][states[0]] = kept["inputs"][states[0]] = np.nan
-    more = [{n: drawn(rng, rows)[n] for n in SHAPES} for _ in range(3)]
-    found = []
+    values = random_values(rng, rows)
+    cache = {"inputs": rng.normal(size=(5, TAPS - 1, COLS)), "state": rng.normal(size=(5, HEADS, KEY, VALUE))}
+    cache["state"][states[0]] = cache["inputs"][states[0]] = np.nan
+    more = [{n: random_values(rng, rows)[n] for n in SHAPES} for _ in range(3)]
+    results = []
     for stepping in (True, False):
-        (first,) = Net(device, fresh, False, 5, stepping).run({**values, **kept})
-        held = {n: values[n] for n in FROZEN} | {n: first[n] for n in kept}
-        found.append([first, *Net(device, runs, False, 5, stepping).run({**held, **more[0]}, *more[1:])])
-    for step, chunked in zip(*found, strict=True):
-        for name in ("y", *kept):
+        (first,) = Net(device, fresh, False, 5, stepping).run({**values, **cache})
+        step_inputs = {n: values[n] for n in FROZEN} | {n: first[n] for n in cache}
+        results.append([first, *Net(device, runs, False, 5, stepping).run({**step_inputs, **more[0]}, *more[1:])])
+    for step, chunked in zip(*results, strict=True):
+        for name in ("y", *cache):
             got, want = step[name], chunked[name]
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want[np.isfinite(want)]).max())
 
 
 def test_steps_in_float64(device: Device, rng: np.random.Generator) -> None:
     """Several rows of two sequences are the recurrence, too."""
-    values = {n: x.astype(np.float64) for n, x in drawn(rng, 8).items()}
+    values = {n: x.astype(np.float64) for n, x in random_values(rng, 8).items()}
     values |= {"inputs": np.full((2, TAPS - 1, COLS), 7.0), "state": np.full((2, HEADS, KEY, VALUE), 7.0)}
     net = Net(device, runs_of(3, 5, states=(1, 0), fresh=(0, 1)), False, 2, stepping=True)
     np.testing.assert_allclose(net.exactly(values)["y"], recurrence(values, [3, 5]), rtol=1e-9, atol=1e-11)
@@ -243,26 +243,26 @@ def test_states_that_do_not_fit_registers_are_left_to_chunks() -> None:
 @pytest.mark.parametrize("name", [*SHAPES, "inputs", "state"])
 def test_a_step_leaves_nan_in_its_sequence(device: Device, rng: np.random.Generator, name: str) -> None:
     net = Net(device, runs_of(1, 1, 1, states=(2, 0, 1)), False, 3, stepping=True)
-    values = drawn(rng, 3)
+    values = random_values(rng, 3)
     values |= {"inputs": rng.normal(size=(3, TAPS - 1, COLS)), "state": rng.normal(size=(3, HEADS, KEY, VALUE))}
     spoiled = {**values, name: values[name].copy()}
     spoiled[name][0 if name in ("inputs", "state") else 1] = np.nan  # of sequence 0
     clean, bad = net.run(values, spoiled)
     for out, row in (("y", 1), ("inputs", 0), ("state", 0)):
-        others = [np.delete(v[out], row, axis=0) for v in (clean, bad)]
-        assert others[0].tobytes() == others[1].tobytes()
+        rows_outside = [np.delete(v[out], row, axis=0) for v in (clean, bad)]
+        assert rows_outside[0].tobytes() == rows_outside[1].tobytes()
     assert not np.isfinite(bad["y"][1]).all()
 
 
 @pytest.mark.parametrize("name", ["x", "a", "b", "z", "dy"])
 def test_nan_stays_in_its_sequence(device: Device, rng: np.random.Generator, name: str) -> None:
     net, rows = Net(device, runs_of(*LENGTHS)), sum(LENGTHS)
-    values = {**drawn(rng, rows), "dy": rng.standard_normal((rows, HEADS * VALUE), np.float32)}
+    values = {**random_values(rng, rows), "dy": rng.standard_normal((rows, HEADS * VALUE), np.float32)}
     spoiled = {**values, name: values[name].copy()}
     spoiled[name][40] = np.nan
     clean, bad = net.run(values, spoiled)
     inside = slice(3, 73)
     for out in ("y", *(f"d{n}" for n in SHAPES)):
-        others = [np.delete(v[out], inside, axis=0) for v in (clean, bad)]
-        assert others[0].tobytes() == others[1].tobytes()
+        rows_outside = [np.delete(v[out], inside, axis=0) for v in (clean, bad)]
+        assert rows_outside[0].tobytes() == rows_outside[1].tobytes()
     assert not np.isfinite(bad["dx"][inside]).all()

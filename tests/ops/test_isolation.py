@@ -53,9 +53,9 @@ def test_a_nan_stays_in_its_segment(device: Device, kernel: Kernel, family: str)
             values[name][CUT:] = np.nan
         single = SingleKernel(device, kernel, values, constants, tiling)
         single.run()
-        found = single.outputs()
+        results = single.outputs()
         single.free()
-        return found
+        return results
 
     clean = outputs()
     for name in [name for name in kernel.bindings if name in ("q", "k", "v", "dy")]:
@@ -95,17 +95,17 @@ def test_a_cache_in_blocks_keeps_sequences_apart(
         tiling = attention_forward.tilings(capabilities, constants)[0]
         single = SingleKernel(device, attention_forward, arrays, constants, tiling)
         single.run()
-        found = single.read("y").copy()
+        values = single.read("y").copy()
         single.free()
-        return found.reshape(q.shape)
+        return values.reshape(q.shape)
 
-    found = outputs(k, v)
+    actual = outputs(k, v)
     wide = [array.astype(np.float64) for array in (q, k, v)]
     want, _ = attention_forward(*wide, ranges, None, None, blocks, **constants)
-    np.testing.assert_allclose(found, want.reshape(q.shape), atol=2e-6)
+    np.testing.assert_allclose(actual, want.reshape(q.shape), atol=2e-6)
     for array in (k, v):
         for number in blocks[1:4]:
             array[number * block : (number + 1) * block] = np.nan
     spoilt = outputs(k, v)
-    np.testing.assert_array_equal(spoilt[[0, 1, 5]], found[[0, 1, 5]])
+    np.testing.assert_array_equal(spoilt[[0, 1, 5]], actual[[0, 1, 5]])
     assert np.isnan(spoilt[2:5]).all()

@@ -18,8 +18,8 @@ LORA = ("h", "factor", "ranges")
 
 def layout(kernel: Any, tile: Tiling = BROADCAST, present: tuple[str, ...] = (), **c: Any) -> Layout:
     constants = {**kernel.defaults, "m": 64, "n": 64, "k": 64, "slots": 2, "stride": 4096, **c}
-    kept = {name: constants[name] for name in kernel.constants}
-    return product_layout(kernel.compiled_in(kept), present, kernel.dims, tile)
+    constants_of = {name: constants[name] for name in kernel.constants}
+    return product_layout(kernel.compiled_in(constants_of), present, kernel.dims, tile)
 
 
 def test_orientations() -> None:
@@ -61,15 +61,15 @@ def test_lora_reads_its_own_rows_alone() -> None:
     ],
 )
 def test_neighbouring_columns(kernel: Any, tile: Tiling, constants: Any, neighbours: int, width: int) -> None:
-    found = layout(kernel, tile, **constants)
-    assert (found.neighbours, found.right.width) == (neighbours, width)
+    memory_layout = layout(kernel, tile, **constants)
+    assert (memory_layout.neighbours, memory_layout.right.width) == (neighbours, width)
 
 
 @pytest.mark.parametrize(("n", "rank", "width"), [(64, 8, 4), (64, 5, 2), (66, 8, 2), (67, 8, 1)])
 def test_a_packed_gradient_has_the_columns_of_its_words(n: int, rank: int, width: int) -> None:
     """The factor beside it is read in vectors of them, where its rows are whole vectors."""
-    found = layout(nf4_matmul_backward, present=LORA, n=n, rank=rank, stride=4 * n * rank)
-    assert (found.neighbours, found.packed_columns, found.factor.width) == (4, True, width)
+    memory_layout = layout(nf4_matmul_backward, present=LORA, n=n, rank=rank, stride=4 * n * rank)
+    assert (memory_layout.neighbours, memory_layout.packed_columns, memory_layout.factor.width) == (4, True, width)
 
 
 def test_words() -> None:

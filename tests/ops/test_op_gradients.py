@@ -256,22 +256,26 @@ def test_all_derivatives_reach_the_hidden_states(
 
     uploads: list[tuple[Tensor, np.ndarray]] = []
 
-    def given(name: str, values: np.ndarray, dtype: str = "f32") -> Tensor:
+    def upload_values(name: str, values: np.ndarray, dtype: str = "f32") -> Tensor:
         tensor = persistent(values.shape, dtype, "workspace", name)
         uploads.append((tensor, values))
         return tensor
 
     program = Program(device)
     rec = Recorder(program, training=True)
-    hidden, head = given("hidden", h), DenseWeight((given("head", w),), "f32", cap)
+    hidden, head = upload_values("hidden", h), DenseWeight((upload_values("head", w),), "f32", cap)
     rec.node(lambda: None, inputs=[], outputs=[hidden], trains=True)
     at = Targets(
-        given("rows", np.arange(ROWS), "u32"), given("ids", targets, "u32"), given("count", np.array([ROWS]), "u32")
+        upload_values("rows", np.arange(ROWS), "u32"),
+        upload_values("ids", targets, "u32"),
+        upload_values("count", np.array([ROWS]), "u32"),
     )
-    support = given("support", ids, "u32")
+    support = upload_values("support", ids, "u32")
     swept = sweep(rec, hidden, head, at, temperatures=(1.0, TEMPERATURE), supports=[support])
-    by_rest = {t: [given(f"rest {t}", values)] for t, values in rests.items()}
-    seed(swept, SweepGradient({1.0: given("weights", weights)}, by_rest, {support: given("beta", beta)}))
+    by_rest = {t: [upload_values(f"rest {t}", values)] for t, values in rests.items()}
+    seed(
+        swept, SweepGradient({1.0: upload_values("weights", weights)}, by_rest, {support: upload_values("beta", beta)})
+    )
     rec.backward()
     out = persistent((ROWS, COLS), "f32", "workspace", "out")
     program.dispatch(copy, rec.gradient(hidden), out, size=out.size)
@@ -282,18 +286,20 @@ def test_all_derivatives_reach_the_hidden_states(
         for tensor, values in uploads:
             write(device, tensor, values)
         program.run()
-        found = device.read(out.storage.buffer).view(np.float32).reshape(ROWS, COLS)
-        said = device.read(logprobs.storage.buffer).view(np.float32)
+        gradient = device.read(out.storage.buffer).view(np.float32).reshape(ROWS, COLS)
+        actual_logprobs = device.read(logprobs.storage.buffer).view(np.float32)
 
     raw = h.astype(np.float64) @ w.T.astype(np.float64)
     logits = cap * np.tanh(raw / cap) if cap else raw
-    rest, by_logits = logits.copy(), np.zeros_like(logits)
+    without_support, by_logits = logits.copy(), np.zeros_like(logits)
     for r in np.flatnonzero(~plain):
-        rest[r, ids[r]] = -np.inf
+        without_support[r, ids[r]] = -np.inf
         by_logits[r, ids[r]] = beta[r]
     one_hot = np.eye(VOCAB)[targets]
-    by_logits += weights[:, None] * (softmax(rest) - one_hot)
-    by_logits += sum(values[:, None] * softmax(rest / t) for t, values in rests.items())
+    by_logits += weights[:, None] * (softmax(without_support) - one_hot)
+    by_logits += sum(values[:, None] * softmax(without_support / t) for t, values in rests.items())
     expected = (by_logits * (1 - (logits / cap) ** 2 if cap else 1)) @ w
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
-    np.testing.assert_allclose(said[plain], np.log(softmax(logits))[np.arange(ROWS), targets][plain], rtol=1e-5)
+    np.testing.assert_allclose(gradient, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        actual_logprobs[plain], np.log(softmax(logits))[np.arange(ROWS), targets][plain], rtol=1e-5
+    )

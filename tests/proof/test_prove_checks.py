@@ -45,10 +45,10 @@ from wgpu_lora.worker.worker import Worker
 
 
 def status(check: Any, **proof: Any) -> str:
-    made: Any = SimpleNamespace(**proof)
-    found = carry_out(0, "", check, made)
-    assert "the check itself broke" not in found.reason
-    return found.status
+    namespace: Any = SimpleNamespace(**proof)
+    result = carry_out(0, "", check, namespace)
+    assert "the check itself broke" not in result.reason
+    return result.status
 
 
 def generated(out: Path, index: int, ids: list[int], shift: float = 0.0, gap: float = 1.0) -> dict[str, Any]:
@@ -58,9 +58,9 @@ def generated(out: Path, index: int, ids: list[int], shift: float = 0.0, gap: fl
     return {"matrices": 7, "packed_matrices": 7, "answers": [{"ids": ids, "gaps": [gap] * len(ids)}]}
 
 
-def agreeing(out: Path, made: list[dict[str, Any]], used: tuple[int, ...] = (0, 1)) -> str:
+def agreeing(out: Path, answers: list[dict[str, Any]], used: tuple[int, ...] = (0, 1)) -> str:
     def start(name: str, job: str, device: int, **options: Any) -> Any:
-        return SimpleNamespace(result=lambda: made[device])
+        return SimpleNamespace(result=lambda: answers[device])
 
     children = SimpleNamespace(start=start)
     args = TrainingArguments(model="m")
@@ -80,17 +80,17 @@ def agreeing(out: Path, made: list[dict[str, Any]], used: tuple[int, ...] = (0, 
     ],
 )
 def test_generation(tmp_path: Path, other: dict[str, Any], want: str) -> None:
-    made = [generated(tmp_path, 0, [1, 2, 3, 4]), generated(tmp_path, 1, **other)]
-    assert agreeing(tmp_path, made) == want
-    assert agreeing(tmp_path, made, (0,)) == "not run"
-    made[1]["packed_matrices"] = 6
-    assert agreeing(tmp_path, made) == "failed"
-    assert agreeing(tmp_path, made[::-1], (0,)) == "failed"
+    answers = [generated(tmp_path, 0, [1, 2, 3, 4]), generated(tmp_path, 1, **other)]
+    assert agreeing(tmp_path, answers) == want
+    assert agreeing(tmp_path, answers, (0,)) == "not run"
+    answers[1]["packed_matrices"] = 6
+    assert agreeing(tmp_path, answers) == "failed"
+    assert agreeing(tmp_path, answers[::-1], (0,)) == "failed"
 
 
 def test_answers_may_differ_after_a_near_tie(tmp_path: Path) -> None:
-    made = [generated(tmp_path, 0, [1, 2, 3], gap=1e-3), generated(tmp_path, 1, [1, 2, 4], gap=1e-3)]
-    assert agreeing(tmp_path, made) == "passed"
+    answers = [generated(tmp_path, 0, [1, 2, 3], gap=1e-3), generated(tmp_path, 1, [1, 2, 4], gap=1e-3)]
+    assert agreeing(tmp_path, answers) == "passed"
 
 
 DEVICE = {"name": "a", "driver": "d", "backend": "Vulkan"}
@@ -160,11 +160,11 @@ def test_evaluations_go_on_until_one_computes_during_steps(tmp_path: Path) -> No
         with start("finetune", STEPS) as finetune, start("evaluate", *evaluate) as evaluating:
             return list(evaluations(evaluating, finetune))
 
-    (done,) = beside(EVALUATE, "0.5", "0.5")
-    assert 3 <= done.steps <= 6
+    (record,) = beside(EVALUATE, "0.5", "0.5")
+    assert 3 <= record.steps <= 6
     without = beside(EVALUATE, "0.1", "0")
     assert len(without) > 1
-    assert not any(done.steps for done in without)
+    assert not any(item.steps for item in without)
     (failed,) = beside("import sys; sys.exit(3)")
     assert failed.failed == "evaluate ended with exit code 3: no message"
 
@@ -174,7 +174,7 @@ DIVERGED = SimpleNamespace(stop_reason="non-finite", state=SimpleNamespace(step=
 
 
 @pytest.mark.parametrize(
-    ("losses", "changes", "seen", "want"),
+    ("losses", "changes", "overlap", "want"),
     [
         (FALLING, {}, 0, "passed"),
         (FALLING, {"heldout": 0.99}, 0, "failed"),
@@ -189,8 +189,8 @@ DIVERGED = SimpleNamespace(stop_reason="non-finite", state=SimpleNamespace(step=
         (FALLING, {"record": None, "code": 1}, 0, "not run"),
     ],
 )
-def test_losses(losses: list[float], changes: dict[str, Any], seen: int, want: str) -> None:
-    assert status(losses_fall, training=training(losses, **changes), leaked_rows=(seen, 8)) == want
+def test_losses(losses: list[float], changes: dict[str, Any], overlap: int, want: str) -> None:
+    assert status(losses_fall, training=training(losses, **changes), leaked_rows=(overlap, 8)) == want
 
 
 @pytest.mark.parametrize("key", ["loss", "grad_norm"])
@@ -246,8 +246,8 @@ def test_gradients(measured: list[float | None], gradient: list[float | None], w
         {"matrix": "q.A", "length": None if m is None else 0.1, "measured": m, "gradient": g}
         for m, g in zip(measured, gradient, strict=True)
     ]
-    found = json.loads(to_json({"loss": 1.0, "rounding": 2e-6, "directions": rows}))
-    assert status(gradients_agree, args=SimpleNamespace(compute_dtype="f32"), step={"gradients": found}) == want
+    gradients = json.loads(to_json({"loss": 1.0, "rounding": 2e-6, "directions": rows}))
+    assert status(gradients_agree, args=SimpleNamespace(compute_dtype="f32"), step={"gradients": gradients}) == want
     assert status(gradients_agree, args=SimpleNamespace(compute_dtype="bf16")) == "not run"
 
 
@@ -266,7 +266,7 @@ CHECKED: list[dict[str, Any]] = [{"messages": MESSAGES, "check": "assert f()"}] 
 
 
 @pytest.mark.parametrize(
-    ("rows", "before", "after", "seen", "want"),
+    ("rows", "before", "after", "overlap", "want"),
     [
         (CHECKED, 0, 9, 0, "passed"),
         (CHECKED, 3, 3, 0, "failed"),
@@ -283,7 +283,7 @@ def test_answers(
     rows: list[dict[str, Any]],
     before: int,
     after: int,
-    seen: int,
+    overlap: int,
     want: str,
 ) -> None:
     file = tmp_path / "heldout.jsonl"
@@ -298,15 +298,15 @@ def test_answers(
         return CheckResult("passed" if text == "right" else "failed", "", True)
 
     monkeypatch.setattr("wgpu_lora.proof.checks.run_check", run_check)
-    proof = {"args": TrainingArguments(eval_data=str(file)), "leaked_rows": (seen, 10), "allow_unconfined": False}
+    proof = {"args": TrainingArguments(eval_data=str(file)), "leaked_rows": (overlap, 10), "allow_unconfined": False}
     proof |= {"used": lambda: [0], "trained": lambda: training([1.0] * 20), "children": SimpleNamespace(run=run)}
     assert status(answers_pass_their_checks, **proof) == want
 
 
 def test_the_loss_chart_leaves_out_missing_values() -> None:
-    train, held = loss_chart([2.0, None, 1.0], [(0, 2.2), (3, None)]).lines
+    train, heldout = loss_chart([2.0, None, 1.0], [(0, 2.2), (3, None)]).lines
     assert train.path.count("L") == 1
-    assert [label for _, _, label in held.dots] == ["held out: 2.2 (optimizer step 0)"]
+    assert [label for _, _, label in heldout.dots] == ["held out: 2.2 (optimizer step 0)"]
     assert loss_chart([0.0], []).lines[0].dots
 
 
@@ -394,10 +394,10 @@ LEFT = [replace(check, status="not run", reason=LEFT_OUT) for check in CHECKS[2:
     ],
 )
 def test_verdicts(checks: list[Check], on: list[str], outcome: str, code: int, verdict: str) -> None:
-    found = Result(checks, Path(), *on)
-    assert verdict in found.verdict
-    assert found.code == code
-    assert found.outcome == outcome
+    result = Result(checks, Path(), *on)
+    assert verdict in result.verdict
+    assert result.code == code
+    assert result.outcome == outcome
 
 
 def test_as_many_devices_are_used_as_are_asked_for() -> None:

@@ -50,7 +50,7 @@ def test_the_driver_s_own_library_is_explained_only_beside_its_vulkan(
 
 
 @pytest.mark.parametrize(
-    ("command", "found"),
+    ("command", "expected"),
     [
         *((["/bin/sh", "-ec", script], True) for script in (
             "nvcc x.cu", "cd x && CUDA=1 /opt/ptxas x", "true; (nvcc)", "echo $(nvcc -V)", "env A=1 nvcc",
@@ -61,8 +61,8 @@ def test_the_driver_s_own_library_is_explained_only_beside_its_vulkan(
         (["sh", "nvcc"], False),
     ],
 )  # fmt: skip
-def test_compilers_are_known(command: list[str], found: bool) -> None:
-    assert bool(compiler_in(command)) == found
+def test_compilers_are_known(command: list[str], expected: bool) -> None:
+    assert bool(compiler_in(command)) == expected
 
 
 def test_modules_are_known() -> None:
@@ -97,11 +97,13 @@ def test_a_compiler_is_recorded_from_outside_and_inside(tmp_path: Path) -> None:
     sys.addaudithook(lambda event, arguments: events.append((event, arguments)) if event in EVENTS else None)
     with record_own_process(str(tmp_path / "account.json"), events), subprocess.Popen([str(fake), "5"]) as process:
         deadline = time.monotonic() + 4
-        while not any(compiler_in(one.command) for one in watcher.records.values()) and time.monotonic() < deadline:
+        while (
+            not any(compiler_in(record.command) for record in watcher.records.values()) and time.monotonic() < deadline
+        ):
             watcher.look()
         process.kill()
-    assert any(compiler_in(one.command) for one in watcher.records.values())
-    mine = next(one for one in watcher.records.values() if one.pid == os.getpid())
+    assert any(compiler_in(record.command) for record in watcher.records.values())
+    mine = next(record for record in watcher.records.values() if record.pid == os.getpid())
     assert any("libc" in path for path in mine.libraries)
     account = json.loads((tmp_path / "account.json").read_text())
     assert [str(fake), "5"] in account["commands"]

@@ -131,7 +131,7 @@ def test_of_two_clients_at_once_with_one_nonce_one_gets_the_key(owner: Owner) ->
             except BrokerRefusal as error:
                 outcomes.append(str(error))
 
-        threads = [threading.Thread(target=ask, args=(one,)) for one in evidence]
+        threads = [threading.Thread(target=ask, args=(statement,)) for statement in evidence]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -272,13 +272,13 @@ def test_any_signed_statement_is_answered_or_refused_and_the_log_opens_again(
             nonce_, trainer = broker.nonce(), Trainer(owner, f"job {number}")
             stated = json.loads(of_json(json.dumps(trainer.claims(nonce_)).encode(), rng))
             with suppress(UserError):  # what cannot be signed
-                made = dsse.statement(claims.PROFILE, [("claims", claims.digest(stated))], {"claims": stated})
-                broker.decide(dsse.sign(made, trainer.keys.signing))
+                statement = dsse.statement(claims.PROFILE, [("claims", claims.digest(stated))], {"claims": stated})
+                broker.decide(dsse.sign(statement, trainer.keys.signing))
                 released += 1
             report = sign_progress(JOB, number, digest(number), session.keys.signing)
-            said = json.loads(of_json(json.dumps(dsse.peek(report)).encode(), rng))
+            progress = json.loads(of_json(json.dumps(dsse.peek(report)).encode(), rng))
             with suppress(UserError):
-                broker.progress(dsse.sign(said, session.keys.signing))
+                broker.progress(dsse.sign(progress, session.keys.signing))
     assert 0 < released < INPUTS  # some changes are allowed, such as a left-out figure of the host
     with owner.broker() as broker:
         broker.nonce()
@@ -353,8 +353,8 @@ def test_a_damaged_log_or_head_stops_the_broker(owner: Owner) -> None:
         for at in range(1 if name == "swapped" else 0, 4):
             owner.log.write_bytes(b"".join(damage(lines, at)))
             stopped(owner, "decisions-1")
-    for kept in range(4):
-        owner.log.write_bytes(b"".join(lines[:kept]))
+    for count in range(4):
+        owner.log.write_bytes(b"".join(lines[:count]))
         stopped(owner, "had 4")
     owner.log.unlink()
     stopped(owner, "other files")
@@ -440,8 +440,8 @@ def test_a_crash_while_a_part_begins_is_repaired(parted: Owner) -> None:
     assert len(lines) == 2
     head.write_bytes(before)
     stopped(parted, "not known to head")
-    for kept in (lines[0], lines[0] + lines[1][:-1], lines[0][:-1]):  # the nonce was not handed out
-        empty.write_bytes(kept)
+    for content in (lines[0], lines[0] + lines[1][:-1], lines[0][:-1]):  # the nonce was not handed out
+        empty.write_bytes(content)
         head.write_bytes(before)
         with parted.broker() as broker, pytest.raises(BrokerRefusal, match=r"evidence\.nonce"):
             broker.decide(Trainer(parted, resume=(20, digest(20))).evidence(nonce))

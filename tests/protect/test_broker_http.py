@@ -53,14 +53,14 @@ def owner(tmp_path: Path) -> Owner:
 
 
 @pytest.fixture
-def said() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
 @pytest.fixture
-def client(owner: Owner, said: list[str]) -> Iterator[TestClient]:
+def client(owner: Owner, messages: list[str]) -> Iterator[TestClient]:
     with owner.broker() as broker:
-        yield TestClient(make_app(broker, said.append), raise_server_exceptions=False)
+        yield TestClient(make_app(broker, messages.append), raise_server_exceptions=False)
 
 
 def stages(owner: Owner) -> list[str]:
@@ -144,7 +144,7 @@ def test_long_and_slow_bodies_are_given_up(client: TestClient, monkeypatch: pyte
 
 
 def test_errors_of_the_brokers_machine_are_told_to_its_owner_alone(
-    owner: Owner, client: TestClient, said: list[str], monkeypatch: pytest.MonkeyPatch
+    owner: Owner, client: TestClient, messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -157,7 +157,7 @@ def test_errors_of_the_brokers_machine_are_told_to_its_owner_alone(
         answer = client.post("/v1/nonce")
     assert answer.status_code == 503
     assert str(owner.directory) not in answer.text
-    assert "No space left on device" in said[-1]
+    assert "No space left on device" in messages[-1]
     nonce = client.post("/v1/nonce").json()["nonce"]  # the next one may be recorded
     with monkeypatch.context() as patch:
         patch.setattr(decisions, "make_release", broken)
@@ -168,7 +168,7 @@ def test_errors_of_the_brokers_machine_are_told_to_its_owner_alone(
     assert answer.json()["failures"][0]["rule"] == "evidence.nonce"
     monkeypatch.setattr(decisions.secrets, "token_hex", broken)
     assert client.post("/v1/nonce").status_code == 503
-    assert said[-1] == "The broker failed with RuntimeError."
+    assert messages[-1] == "The broker failed with RuntimeError."
 
 
 def test_a_client_cannot_ask_more_often_than_allowed_nor_take_all_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,8 +221,8 @@ def test_a_process_from_its_start_over_attacks_to_sigterm(owner: Owner) -> None:
         with pytest.raises(UserError, match="Another broker uses"):
             open_broker(owner.policy, owner.signing, owner.data)
         assert served.end(signal.SIGTERM) == 0
-    text = "".join(served.said)
-    assert "Stopped" in served.said[-1]
+    text = "".join(served.output)
+    assert "Stopped" in served.output[-1]
     assert "Traceback" not in text
     assert "AGE-SECRET" not in text
     assert (stages(owner)[0], stages(owner)[-1], stages(owner).count("released")) == ("started", "stopped", 1)
@@ -285,7 +285,7 @@ def asked_here(owner: Owner, ask: Callable[[str], T], tls: tuple[Path, Path] | N
     """Serve in this thread until `ask`, called with the URL in another one, returns."""
     results: list[T] = []
 
-    def asking(url: str) -> None:
+    def run_client(url: str) -> None:
         try:
             results.append(ask(url))
         finally:
@@ -293,7 +293,7 @@ def asked_here(owner: Owner, ask: Callable[[str], T], tls: tuple[Path, Path] | N
 
     def tell(line: str) -> None:
         if "Listening" in line:
-            threading.Thread(target=asking, args=(line.split()[-1],)).start()
+            threading.Thread(target=run_client, args=(line.split()[-1],)).start()
 
     with owner.broker() as broker:
         broker_app.serve(broker, "127.0.0.1", 0, tls, tell)
@@ -320,7 +320,7 @@ def certificate(directory: Path) -> tuple[Path, Path]:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "broker")])
     now = datetime.datetime.now(datetime.UTC)
-    made = (
+    x509_certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
@@ -333,7 +333,7 @@ def certificate(directory: Path) -> tuple[Path, Path]:
     )
     cert, private = directory / "cert.pem", directory / "cert.key"
     pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    cert.write_bytes(made.public_bytes(pem))
+    cert.write_bytes(x509_certificate.public_bytes(pem))
     private.write_bytes(key.private_bytes(pem, pkcs8, serialization.NoEncryption()))
     locked = key.private_bytes(pem, pkcs8, serialization.BestAvailableEncryption(b"password"))
     (directory / "secret.key").write_bytes(locked)
@@ -383,8 +383,8 @@ def test_what_a_broker_cannot_listen_with(
         error = capsys.readouterr().err
         assert message in error
         assert "Traceback" not in error
-    found = [(2, 1, 6, "", ("127.0.0.1", 0)), (2, 1, 6, "", ("192.0.2.1", 0))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    addresses = [(2, 1, 6, "", ("127.0.0.1", 0)), (2, 1, 6, "", ("192.0.2.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
     with pytest.raises(UserError, match="needs TLS"):  # a name is loopback only if all its addresses are
         broker_app.listen("mixed.example", 0, False)
 
@@ -394,21 +394,25 @@ def test_what_a_broker_cannot_listen_with(
 KEY = SigningKey.generate().public
 
 
-def asking(handle: Callable[[httpx.Request], httpx.Response]) -> tuple[BrokerClient, list[httpx.Request], list[float]]:
+def mock_client(
+    handle: Callable[[httpx.Request], httpx.Response],
+) -> tuple[BrokerClient, list[httpx.Request], list[float]]:
     """A client whose requests `handle` answers, the requests, and the pauses between them."""
-    seen: list[httpx.Request] = []
+    requests: list[httpx.Request] = []
     pauses: list[float] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        seen.append(request)
-        made = handle(request)
-        if made.is_stream_consumed:  # as a connection gives it
-            return httpx.Response(made.status_code, headers=made.headers, stream=httpx.ByteStream(made.content))
-        return made
+        requests.append(request)
+        response = handle(request)
+        if response.is_stream_consumed:  # as a connection gives it
+            return httpx.Response(
+                response.status_code, headers=response.headers, stream=httpx.ByteStream(response.content)
+            )
+        return response
 
-    made = BrokerClient("http://127.0.0.1:1", KEY, sleep=pauses.append)
-    made._client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://127.0.0.1:1", verify=False)
-    return made, seen, pauses
+    target = BrokerClient("http://127.0.0.1:1", KEY, sleep=pauses.append)
+    target._client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://127.0.0.1:1", verify=False)
+    return target, requests, pauses
 
 
 def test_http_is_for_this_machine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,10 +430,10 @@ def test_http_is_for_this_machine_alone(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(broker_client, "resolve", lambda *_: ["127.0.0.9"])
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    made = BrokerClient("http://local.example:8713", KEY)
-    assert made._client.base_url.host == "127.0.0.9"  # the name is not resolved again
-    assert made._client.headers["Host"] == "local.example:8713"
-    assert not made._client._mounts  # proxies are not asked
+    local_client = BrokerClient("http://local.example:8713", KEY)
+    assert local_client._client.base_url.host == "127.0.0.9"  # the name is not resolved again
+    assert local_client._client.headers["Host"] == "local.example:8713"
+    assert not local_client._client._mounts  # proxies are not asked
     (tmp_path / "empty.pem").write_text("none")
     for name in ("empty.pem", "missing.pem"):
         with pytest.raises(UserError, match="no certificates"):
@@ -457,10 +461,10 @@ ANSWERS = [
 def test_any_other_answer_is_an_error_of_one_sentence() -> None:
     for answer in ANSWERS:
         for ask in (lambda client: client.nonce(), lambda client: client.release(b"evidence")):
-            client, seen, _ = asking(lambda _, answer=answer: answer)
+            client, requests, _ = mock_client(lambda _, answer=answer: answer)
             with pytest.raises(UserError) as caught:
                 ask(client)
-            assert len(seen) == 1
+            assert len(requests) == 1
             assert "\x1b" not in str(caught.value)
             assert len(str(caught.value)) < 1000
     read: list[int] = []
@@ -470,7 +474,7 @@ def test_any_other_answer_is_an_error_of_one_sentence() -> None:
             read.append(1 << 16)
             yield bytes(1 << 16)
 
-    client, _, _ = asking(lambda _: httpx.Response(200, content=parts()))
+    client, _, _ = mock_client(lambda _: httpx.Response(200, content=parts()))
     with pytest.raises(UserError, match="over 262,144 bytes"):
         client.nonce()
     assert sum(read) <= MAX_ANSWER + (1 << 17)
@@ -478,23 +482,23 @@ def test_any_other_answer_is_an_error_of_one_sentence() -> None:
 
 def test_a_busy_broker_is_asked_again_but_evidence_is_sent_once() -> None:
     answers = [httpx.Response(503), httpx.Response(429), httpx.Response(200, json={"nonce": "n" * 43})]
-    client, seen, pauses = asking(lambda _: answers[len(seen) - 1])
+    client, requests, pauses = mock_client(lambda _: answers[len(requests) - 1])
     assert client.nonce() == "n" * 43
     assert pauses == [0.5, 1.0]
 
-    def lost(request: httpx.Request) -> httpx.Response:
+    def lose(request: httpx.Request) -> httpx.Response:
         raise httpx.ReadError("lost")
 
     for ask, arguments, tries in (("release", [b"evidence"], 1), ("report", [b"progress"], 2), ("nonce", [], TRIES)):
-        client, seen, _ = asking(lost)
+        client, requests, _ = mock_client(lose)
         with pytest.raises(UserError, match=r"cannot be reached \(lost\)"):
             getattr(client, ask)(*arguments)
-        assert len(seen) == tries
+        assert len(requests) == tries
     failures = [{"rule": "nonce", "expected": "one", "found": "another"}]
     for status in (503, 403):
         body = json.dumps({"error": "Refused: ask again.", "failures": failures})
-        client, seen, _ = asking(lambda _, status=status, body=body: httpx.Response(status, content=body))
+        client, requests, _ = mock_client(lambda _, status=status, body=body: httpx.Response(status, content=body))
         with pytest.raises(UserError) as caught:
             client.release(b"evidence")
         assert caught.value.lines == ["Refused: ask again.", "nonce: expected one, found another"]
-        assert len(seen) == 1
+        assert len(requests) == 1

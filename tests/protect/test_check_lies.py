@@ -55,7 +55,7 @@ def subjects(*values: tuple[str, str]) -> Change:
 
 
 def record(**values: Any) -> Change:
-    return lambda found: {**found, **values}
+    return lambda original: {**original, **values}
 
 
 def stated(place: int, change: Change) -> Change:
@@ -119,12 +119,12 @@ LIES: dict[str, tuple[str, Change, str]] = {
 
 
 def test_what_was_signed_but_does_not_fit_is_named(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, (where, change, said) in enumerate(LIES.values()):
+    for number, (where, change, message) in enumerate(LIES.values()):
         monkeypatch.setenv("WGPU_LORA_DATA_DIR", str(fresh.with_name(f"data-{number}")))
-        made = make_run(fresh.with_name(f"{number}"), OWNER, {where: change}, sessions=int(where[-1]))
-        found = checked_run(OWNER, made)
-        assert any(re.search(said, failure) for failure in found.failures), (said, found.failures)
-        assert not found.proven
+        run = make_run(fresh.with_name(f"{number}"), OWNER, {where: change}, sessions=int(where[-1]))
+        result = checked_run(OWNER, run)
+        assert any(re.search(message, failure) for failure in result.failures), (message, result.failures)
+        assert not result.proven
 
 
 ODD: list[tuple[str, Change]] = [
@@ -148,12 +148,12 @@ def test_odd_values_fail_and_nothing_else(fresh: Path) -> None:
     for number, (where, change) in enumerate(ODD):
         place = fresh.with_name(f"{number}")
         try:
-            made = make_run(place, OWNER, {where: change}, f"{number}", sessions=1)
+            run = make_run(place, OWNER, {where: change}, f"{number}", sessions=1)
         except (TypeError, LookupError, AttributeError, UserError):
-            made = Made(place, fresh.with_name("none"), [])  # as far as it came
+            run = Made(place, fresh.with_name("none"), [])  # as far as it came
         if (place / NAME).read_bytes():  # else the helper itself could not begin
             checked += 1
-            assert checked_run(OWNER, made).failures, number
+            assert checked_run(OWNER, run).failures, number
     assert checked > len(ODD) // 2
 
 
@@ -187,8 +187,8 @@ def test_a_statement_that_does_not_agree_with_the_log_is_named(fresh: Path) -> N
     claims = read_evidence((run.directory / "evidence-2.json").read_bytes()).claims
     end = next(entry for entry in log.entries if entry.stage == "finished")
     adapter = {path.name: file_digest(path) for path in run.adapter.iterdir()}
-    for change, said in MISSTATED.values():
+    for change, message in MISSTATED.values():
         parts = copy.deepcopy((claims, adapter, end.subjects[0], RunFacts(**end.facts)))
         write_statement(log, *change(parts))
-        found = checked_run(OWNER, run)
-        assert any(re.search(said, failure) for failure in found.failures), (said, found.failures)
+        result = checked_run(OWNER, run)
+        assert any(re.search(message, failure) for failure in result.failures), (message, result.failures)

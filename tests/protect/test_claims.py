@@ -48,34 +48,34 @@ def swapped(old: str, new: str, data: bytes = EVIDENCE) -> bytes:
     fields = json.loads(data)
     payload = b64decode(fields["payload"]).decode()
     assert old in payload
-    said = json.loads(payload.replace(old, new))
-    said["subject"][0]["digest"]["sha256"] = claims.digest(said["predicate"]["claims"])
-    fields["payload"] = b64encode(json.dumps(said).encode()).decode()
+    statement = json.loads(payload.replace(old, new))
+    statement["subject"][0]["digest"]["sha256"] = claims.digest(statement["predicate"]["claims"])
+    fields["payload"] = b64encode(json.dumps(statement).encode()).decode()
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
 def test_evidence_states_what_was_gathered() -> None:
-    found = claims.read_evidence(EVIDENCE)
-    assert found.claims == CLAIMS
-    assert found.signing == KEYS.signing.public
-    assert found.recipient == KEYS.data.recipient
-    assert found.quote is None
-    assert found.claims["level"] == "self-reported"
-    assert "changed program" in found.claims["level_note"]
-    assert found.claims["job"]["data"] == [
+    evidence = claims.read_evidence(EVIDENCE)
+    assert evidence.claims == CLAIMS
+    assert evidence.signing == KEYS.signing.public
+    assert evidence.recipient == KEYS.data.recipient
+    assert evidence.quote is None
+    assert evidence.claims["level"] == "self-reported"
+    assert "changed program" in evidence.claims["level_note"]
+    assert evidence.claims["job"]["data"] == [
         {"role": "data", "name": "rows.jsonl.age", "sha256": "b" * 64, "bytes": 1000, "rows": 100}
     ]
-    assert "resume" not in found.claims
-    assert found.claims["eat_nonce"] == NONCE
+    assert "resume" not in evidence.claims
+    assert evidence.claims["eat_nonce"] == NONCE
 
 
 def test_a_session_that_goes_on_states_the_head_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
     quick(monkeypatch)
-    found = claims.gather(None, nonce=NONCE, keys=KEYS, resume=(7, "e" * 64), host={"core_dumps": "off"})
-    assert found["resume"] == {"sequence": 7, "head": "e" * 64}
-    assert found["host"] == {"core_dumps": "off"}
-    assert "device" not in found
-    assert "job" not in found
+    evidence = claims.gather(None, nonce=NONCE, keys=KEYS, resume=(7, "e" * 64), host={"core_dumps": "off"})
+    assert evidence["resume"] == {"sequence": 7, "head": "e" * 64}
+    assert evidence["host"] == {"core_dumps": "off"}
+    assert "device" not in evidence
+    assert "job" not in evidence
 
 
 def test_changed_evidence_and_evidence_under_another_key_are_refused() -> None:
@@ -118,8 +118,8 @@ def test_what_contradicts_itself_is_refused_though_it_is_signed() -> None:
 
 def test_a_quote_binds_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a TPM's part replaced by one that says what it was given."""
-    asked: list[bytes] = []
-    monkeypatch.setattr(tpm, "quote", lambda digest: asked.append(digest) or {"quoted": digest.hex()})
+    digests: list[bytes] = []
+    monkeypatch.setattr(tpm, "quote", lambda digest: digests.append(digest) or {"quoted": digest.hex()})
 
     def verify(quote: Any, digest: bytes) -> dict[str, Any]:
         if quote != {"quoted": digest.hex()}:
@@ -128,12 +128,12 @@ def test_a_quote_binds_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(tpm, "verify", verify)
     evidence = claims.attest(CLAIMS, KEYS)
-    found = claims.read_evidence(evidence)
-    assert found.claims["level"] == "quoted"
-    assert found.quote is not None
-    assert asked == [bytes.fromhex(claims.digest(found.claims))]
+    claim_evidence = claims.read_evidence(evidence)
+    assert claim_evidence.claims["level"] == "quoted"
+    assert claim_evidence.quote is not None
+    assert digests == [bytes.fromhex(claims.digest(claim_evidence.claims))]
     refused(
-        signed({"claims": {**found.claims, "iat": 1}, "quote": dsse.peek(evidence)["predicate"]["quote"]}),
+        signed({"claims": {**claim_evidence.claims, "iat": 1}, "quote": dsse.peek(evidence)["predicate"]["quote"]}),
         "other claims",
     )
 
@@ -141,9 +141,9 @@ def test_a_quote_binds_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_tpm_the_evidence_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(tpm.TCTI, raising=False)
     monkeypatch.setattr(tpm, "DEVICE", tmp_path / "tpm")
-    found = claims.read_evidence(claims.attest(CLAIMS, KEYS))
-    assert found.claims["level"] == "self-reported"
-    assert found.claims["no_quote"].startswith("There is no TPM")
+    evidence = claims.read_evidence(claims.attest(CLAIMS, KEYS))
+    assert evidence.claims["level"] == "self-reported"
+    assert evidence.claims["no_quote"].startswith("There is no TPM")
     with pytest.raises(UserError, match="There is no TPM"):
         claims.attest(CLAIMS, KEYS, quote=True)
 
@@ -152,19 +152,19 @@ def test_without_a_tpm_the_evidence_says_why(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_real_quote_in_evidence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with software_tpm(tmp_path) as connection:
         monkeypatch.setenv(tpm.TCTI, connection)
-        found = claims.read_evidence(claims.attest(CLAIMS, KEYS, quote=True))
+        evidence = claims.read_evidence(claims.attest(CLAIMS, KEYS, quote=True))
         other = claims.read_evidence(claims.attest({**CLAIMS, "iat": 1}, KEYS, quote=True))
-    assert found.claims["level"] == "quoted"
-    assert found.quote is not None
-    assert sorted(found.quote["pcrs"]) == list(range(8))
-    refused(signed({**found.statement["predicate"], "quote": other.statement["predicate"]["quote"]}), "other claims")
+    assert evidence.claims["level"] == "quoted"
+    assert evidence.quote is not None
+    assert sorted(evidence.quote["pcrs"]) == list(range(8))
+    refused(signed({**evidence.statement["predicate"], "quote": other.statement["predicate"]["quote"]}), "other claims")
 
 
 def test_names_of_files_that_are_no_text_can_be_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {os.fsdecode(b"/lib/\xff.so"): "a", os.fsdecode(b"/lib/\xfe.so"): "b", "/lib/😀.so": "c"}
     monkeypatch.setattr(measurements, "measurements", lambda: {**MEASURED, "process": {"libraries": names}})
-    found = claims.read_evidence(claims.attest(claims.gather(None, nonce=NONCE, keys=KEYS), KEYS, quote=False))
-    stated = found.claims["process"]["libraries"]
+    evidence = claims.read_evidence(claims.attest(claims.gather(None, nonce=NONCE, keys=KEYS), KEYS, quote=False))
+    stated = evidence.claims["process"]["libraries"]
     assert stated == {"/lib/&#56575;.so": "a", "/lib/&#56574;.so": "b", "/lib/😀.so": "c"}
 
 
@@ -212,10 +212,10 @@ def test_claims_of_any_type_are_refused_in_words(value: Any, name: str) -> None:
 @given(JSON, st.sampled_from(["recipient", "signing"]))
 def test_keys_of_any_type_are_refused_in_words(value: Any, name: str) -> None:
     try:
-        found = claims.read_evidence(signed({"claims": {**CLAIMS, "keys": {**CLAIMS["keys"], name: value}}}))
+        evidence = claims.read_evidence(signed({"claims": {**CLAIMS, "keys": {**CLAIMS["keys"], name: value}}}))
     except UserError:
         return
-    assert found.recipient == value
+    assert evidence.recipient == value
 
 
 def test_every_byte_of_the_signature_counts() -> None:

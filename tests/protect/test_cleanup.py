@@ -54,9 +54,9 @@ def test_host_buffers_are_overwritten_in_place() -> None:
     archive = bytearray(b"secret")
     view = memoryview(bytearray(b"more"))
     readonly = np.frombuffer(b"stays", np.uint8)
-    found = overwrite([*rows, archive, view, bytearray(), readonly, memoryview(b"stays")])
+    report = overwrite([*rows, archive, view, bytearray(), readonly, memoryview(b"stays")])
     assert not any(array.any() for array in rows)
     assert not any(archive)
     assert not any(view)
-    assert found.facts == {"buffers": 5, "bytes": 20 + 24 + 16 + 6 + 4}
-    assert found.not_wiped == ["2 of its buffers are read-only"]
+    assert report.facts == {"buffers": 5, "bytes": 20 + 24 + 16 + 6 + 4}
+    assert report.not_wiped == ["2 of its buffers are read-only"]

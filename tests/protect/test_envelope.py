@@ -29,9 +29,9 @@ def refused(data: bytes, words: str = ".", key: PublicKey = OURS.public) -> None
 def resigned(payload: Any, payload_type: str = dsse.STATEMENT) -> bytes:
     """Signed by our key, whatever it is."""
     text = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-    made = Envelope(text, payload_type, {})
-    made.sign(OURS.signer)
-    return json.dumps(made.to_dict(), separators=(",", ":")).encode()
+    envelope = Envelope(text, payload_type, {})
+    envelope.sign(OURS.signer)
+    return json.dumps(envelope.to_dict(), separators=(",", ":")).encode()
 
 
 def test_round_trip_keeps_whole_numbers_and_is_one_line() -> None:
@@ -47,8 +47,8 @@ def test_another_key_a_swapped_payload_or_a_second_signature_is_refused() -> Non
     other = json.loads(dsse.sign({**SAID, "predicate": {"a": 1}}, OURS))
     mine = json.loads(SIGNED)
     refused(json.dumps({**mine, "payload": other["payload"]}, separators=(",", ":")).encode(), "does not fit")
-    both = {**mine, "signatures": mine["signatures"] + json.loads(dsse.sign(SAID, OTHER))["signatures"]}
-    refused(json.dumps(both, separators=(",", ":")).encode(), "exactly one")
+    envelope = {**mine, "signatures": mine["signatures"] + json.loads(dsse.sign(SAID, OTHER))["signatures"]}
+    refused(json.dumps(envelope, separators=(",", ":")).encode(), "exactly one")
     refused(json.dumps({**mine, "signatures": []}, separators=(",", ":")).encode(), "exactly one")
 
 
@@ -121,11 +121,11 @@ def test_signatures_of_any_type_are_refused_in_words(value: Any, name: str) -> N
 @given(JSON, st.sampled_from(["_type", "subject", "predicateType", "predicate"]))
 def test_statements_of_any_type_are_refused_in_words(value: Any, name: str) -> None:
     try:
-        found = dsse.verify(resigned({**SAID, name: value}), OURS.public)
+        statement = dsse.verify(resigned({**SAID, name: value}), OURS.public)
     except UserError:
         return
-    assert isinstance(found["predicate"], dict)
-    assert found["subject"]
+    assert isinstance(statement["predicate"], dict)
+    assert statement["subject"]
 
 
 def test_payload_that_is_not_canonical_base64_is_refused() -> None:

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 @pytest.fixture
 def hardened() -> Iterator[HostProtection]:
-    done = harden()
-    yield done
-    done.restore()
+    protection = harden()
+    yield protection
+    protection.restore()
 
 
 def limits(pid: int | str = "self") -> str:
@@ -50,16 +50,16 @@ def state() -> tuple[Any, ...]:
 def test_core_dumps_are_off_and_can_be_turned_on_again() -> None:
     memory_protection.system_library().munlockall()  # commands that other tests ran here protect their process
     before = state()
-    done = harden()
+    protection = harden()
     try:
-        facts = done.facts["core_dumps"]
+        facts = protection.facts["core_dumps"]
         assert facts["off"]
         assert not facts["dumpable"]
         assert facts["limit_bytes"] == resource.getrlimit(resource.RLIMIT_CORE)[0] <= 1
         assert resource.getrlimit(resource.RLIMIT_CORE)[1] == before[0][1]
     finally:
-        done.restore()
-        done.restore()
+        protection.restore()
+        protection.restore()
     assert state() == before
 
 
@@ -126,13 +126,13 @@ def test_all_memory_is_locked_only_where_later_allocations_cannot_fail(
     monkeypatch.setattr(memory_protection, "system_library", System)
     monkeypatch.setattr(memory_protection, "_may_lock", lambda: capable)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
-    done = HostProtection({})
-    facts = memory_protection._lock_memory(done)
+    protection = HostProtection({})
+    facts = memory_protection._lock_memory(protection)
     tried = capable or unlimited
     assert calls == ([7] if tried else [])
     assert facts["locked"] == ("all" if tried and not refused else "data keys")
     assert ("why" in facts) == (facts["locked"] == "data keys")
-    done.restore()
+    protection.restore()
     assert ("undone" in calls) == (facts["locked"] == "all")
 
 
@@ -173,17 +173,17 @@ def test_wiped_keys_are_nowhere_in_the_memory_of_the_process() -> None:
         assert int(digits[:256], 2).to_bytes(32, "big") == public  # so these bytes are the key
         # OpenSSL has numbers in words with the lowest first; what the child did to print its key has the highest first.
         signing = bytes(byte ^ 0x55 for byte in bytes.fromhex(masked))[::-1]
-        assert (found(child.pid, secret), found(child.pid, signing)) == (1, 1)
+        assert (count_in_memory(child.pid, secret), count_in_memory(child.pid, signing)) == (1, 1)
         child.stdin.write("\n")
         child.stdin.flush()
         assert child.stdout.readline() == "wiped\n"
-        assert (found(child.pid, secret), found(child.pid, signing)) == (0, 0)
+        assert (count_in_memory(child.pid, secret), count_in_memory(child.pid, signing)) == (0, 0)
     finally:
         child.kill()
         child.communicate()
 
 
-def found(pid: int, secret: bytes) -> int:
+def count_in_memory(pid: int, secret: bytes) -> int:
     """How many times bytes are in the memory of a process."""
     count = 0
     with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:

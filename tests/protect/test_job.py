@@ -37,9 +37,9 @@ def test_paths_are_relative_to_the_file_and_digests_state_the_record(hospital: H
     assert job.output == hospital.place / "job"
     assert job.arguments.learning_rate == job.options["learning_rate"] == 3e-4
     assert not {"data", "output", "model", "save_steps", "device"} & set(job.options)
-    found = job.digests()
-    assert list(found) == ["data"]
-    assert found["data"]["rows"] == 12
+    digests = job.digests()
+    assert list(digests) == ["data"]
+    assert digests["data"]["rows"] == 12
     named = read(hospital, 'name = "ward 7"\nca = "ca.pem"')
     assert named.name == "ward 7"
     assert named.ca == hospital.place / "ca.pem"
@@ -60,12 +60,12 @@ def test_the_digest_of_a_job_is_of_all_that_it_is_given(hospital: Hospital) -> N
     job = read(hospital)
     assert job.sha256 == file_digest(job.path)
     assert job.with_options({"device": "0"}).sha256 == job.sha256
-    given = [job.with_options({"lora_r": 8}), job.with_options({"lora_r": 16})]
+    job_variants = [job.with_options({"lora_r": 8}), job.with_options({"lora_r": 16})]
     for rank in (2, 3):
         (hospital.place / "mine.toml").write_text(f"lora_r = {rank}\nlearning_rate = 0.5\n")
-        given.append(read(hospital, recipe="mine.toml"))
-    assert len({job.sha256, *(one.sha256 for one in given)}) == 5
-    assert b'# Options of the command line: {"lora_r": 8}' in given[0].content
+        job_variants.append(read(hospital, recipe="mine.toml"))
+    assert len({job.sha256, *(changed_job.sha256 for changed_job in job_variants)}) == 5
+    assert b'# Options of the command line: {"lora_r": 8}' in job_variants[0].content
     bundled = read(hospital, recipe="demo")
     assert bundled.sha256 == file_digest(bundled.path)
 
@@ -150,10 +150,10 @@ def test_models_beside_the_base_are_measured(hospital: Hospital) -> None:
         (adapter / name).write_text(name)
     job = read(hospital, objective="dpo", reference_adapter="reference")
     lines = [f"{file_digest(adapter / name)}  {name}\n" for name in ("a.safetensors", "b.json", "more/c")]
-    found = job.digests()
+    digests = job.digests()
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()
-    assert found["reference_adapter"] == {"name": "reference", "sha256": digest, "bytes": 25}
-    attested: Any = SimpleNamespace(job=job, data=found)
+    assert digests["reference_adapter"] == {"name": "reference", "sha256": digest, "bytes": 25}
+    attested: Any = SimpleNamespace(job=job, data=digests)
     _check_beside(attested)
     (adapter / "more" / "c").write_text("another")
     with pytest.raises(UserError, match="changed since it was attested"):

@@ -25,24 +25,24 @@ pytestmark = [pytest.mark.rare, pytest.mark.skipif(not hasattr(os, "fork"), reas
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A site with a broker, and a server of commands."""
-    made = make_site(tmp_path_factory.mktemp("killed"))
-    made.write_policy()
-    with serving(made.owner, "--requests-per-minute", "100000") as broker, made.serving():
-        made.broker = broker.url
-        yield made
+    trainer_site = make_site(tmp_path_factory.mktemp("killed"))
+    trainer_site.write_policy()
+    with serving(trainer_site.owner, "--requests-per-minute", "100000") as broker, trainer_site.serving():
+        trainer_site.broker = broker.url
+        yield trainer_site
 
 
 def uninterrupted(site: Site) -> tuple[float, str]:
     """Seconds of a run that nobody kills, and the SHA-256 of its adapter."""
     ended = site.start(*command(site, "whole"))
-    assert ended.code == 0, ended.said
+    assert ended.code == 0, ended.stderr
     assert not site.leaks()
     return ended.seconds, adapter_of(site, "whole")
 
 
 def command(site: Site, name: str) -> list[str]:
     """A start of a job, new or to be resumed."""
-    return ["finetune", "--protected", str(site.write_job(name)), *(["--resume"] if site.begun(name) else [])]
+    return ["finetune", "--protected", str(site.write_job(name)), *(["--resume"] if site.has_begun(name) else [])]
 
 
 def adapter_of(site: Site, name: str) -> str:
@@ -64,18 +64,20 @@ def killed(site: Site, name: str, times: Sequence[float]) -> tuple[int, str]:
     """
     keys, ended = site.keys, []
     for number, after in enumerate(times):
-        found = site.start(*command(site, name), kill_after=after)
+        command_result = site.start(*command(site, name), kill_after=after)
         assert not (leaks := site.leaks()), (number, after, leaks)
-        assert found.code in (-signal.SIGKILL, 0), (number, after, found)
-        ended.append(found)
+        assert command_result.code in (-signal.SIGKILL, 0), (number, after, command_result)
+        ended.append(command_result)
     assert site.keys > keys  # some of them had keys
     last = site.start(*command(site, name))
-    assert last.code == 0, last.said
+    assert last.code == 0, last.stderr
     assert not site.leaks()
-    found = check(site.run(name), site.owner.signing.public, Policy.read(site.owner.policy))
-    assert found.verified, found.failures
-    late = sum(one.code == 0 for one in ended)
-    took, spent = (statistics.median(getattr(one, what) for one in ended) for what in ("seconds", "processor"))
+    verification = check(site.run(name), site.owner.signing.public, Policy.read(site.owner.policy))
+    assert verification.verified, verification.failures
+    late = sum(command_run.code == 0 for command_run in ended)
+    took, spent = (
+        statistics.median(getattr(command_run, what) for command_run in ended) for what in ("seconds", "processor")
+    )
     print(f"{len(times)} starts, {late} of them finished: median {took:.2f} s, {spent:.2f} s of the processor")
     return len(times) - late, adapter_of(site, name)
 

@@ -19,10 +19,10 @@ NOISE = np.random.default_rng(0).bytes(1 << 16)
 
 @pytest.fixture
 def pieces() -> Pieces:
-    made = Pieces()
-    made.text("the row", TEXT)
-    made.tokens("the ids", IDS)
-    return made
+    result = Pieces()
+    result.text("the row", TEXT)
+    result.tokens("the ids", IDS)
+    return result
 
 
 def planted(tmp_path: Path, data: bytes, at: int = 12_345) -> list[Path]:
@@ -74,9 +74,9 @@ def test_compressed_files_and_names_of_files_are_searched(tmp_path: Path, pieces
     assert pieces.leaks([tmp_path / "rows.gz"])
     (tmp_path / "rows.gz").unlink()
     (tmp_path / TEXT[12:40].replace("\n", "_").replace("/", "_")).write_bytes(b"")
-    made = Pieces()
-    made.text("a name", TEXT.replace("\n", "_"))
-    assert made.leaks([tmp_path])
+    secrets = Pieces()
+    secrets.text("a name", TEXT.replace("\n", "_"))
+    assert secrets.leaks([tmp_path])
 
 
 def test_keys_are_found_as_text_and_as_bytes(tmp_path: Path):
@@ -84,10 +84,10 @@ def test_keys_are_found_as_text_and_as_bytes(tmp_path: Path):
     identity = str(pyrage.x25519.Identity.generate())
     secret = secret_of(identity)
     assert len(secret) == 32
-    made = Pieces()
-    identity_pieces(made, "the data key", identity)
+    secrets = Pieces()
+    identity_pieces(secrets, "the data key", identity)
     for data in (identity.encode(), secret, secret[:16], secret[16:], base64.b64encode(secret), secret.hex().encode()):
-        assert made.leaks(planted(tmp_path, data))
-    assert made.leaks(planted(tmp_path, IDENTITY.encode() + os.urandom(40))) == []
+        assert secrets.leaks(planted(tmp_path, data))
+    assert secrets.leaks(planted(tmp_path, IDENTITY.encode() + os.urandom(40))) == []
     other = str(pyrage.x25519.Identity.generate()).encode()
-    assert made.leaks(planted(tmp_path, other)) == []
+    assert secrets.leaks(planted(tmp_path, other)) == []

@@ -24,7 +24,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data"
 
 
-def written(directory: Path, run: str = "run-1") -> EvidenceLog:
+def write_log(directory: Path, run: str = "run-1") -> EvidenceLog:
     """A log of two sessions."""
     directory.mkdir()
     log = EvidenceLog.start(directory, SessionKeys.generate(), run)
@@ -39,7 +39,7 @@ def written(directory: Path, run: str = "run-1") -> EvidenceLog:
 
 
 def test_lines_name_each_other_and_files_are_kept(tmp_path: Path) -> None:
-    log = written(tmp_path / "run")
+    log = write_log(tmp_path / "run")
     entries = read_log(tmp_path / "run" / NAME)
     assert entries == log.entries
     assert [entry.sequence for entry in entries] == list(range(6))
@@ -84,7 +84,7 @@ TAMPERING: dict[str, Callable[[Lines], Lines]] = {
 
 
 def test_tampering_is_found(tmp_path: Path) -> None:
-    written(tmp_path / "run")
+    write_log(tmp_path / "run")
     path = tmp_path / "run" / NAME
     lines = path.read_bytes().splitlines()
     for change in TAMPERING.values():
@@ -93,15 +93,15 @@ def test_tampering_is_found(tmp_path: Path) -> None:
             read_log(path)
         with pytest.raises(DamagedError):
             EvidenceLog.resume(tmp_path / "run", SessionKeys.generate())
-    for left in range(6):  # an earlier state, where it was written
-        path.write_bytes(b"".join(line + b"\n" for line in lines[:left]))
+    for count in range(6):  # an earlier state, where it was written
+        path.write_bytes(b"".join(line + b"\n" for line in lines[:count]))
         with pytest.raises(UserError, match=r"had come to line 6|no complete line"):
             EvidenceLog.resume(tmp_path / "run", SessionKeys.generate())
 
 
 def test_lines_of_another_log_or_key_do_not_fit(tmp_path: Path) -> None:
-    written(tmp_path / "a")
-    written(tmp_path / "b", "run-2")
+    write_log(tmp_path / "a")
+    write_log(tmp_path / "b", "run-2")
     path, other = (tmp_path / name / NAME for name in "ab")
     lines, strange = path.read_bytes().splitlines(True), other.read_bytes().splitlines(True)
     for n in range(6):
@@ -117,7 +117,7 @@ def test_lines_of_another_log_or_key_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_only_an_incomplete_last_line_is_cut(tmp_path: Path) -> None:
-    written(tmp_path / "run")
+    write_log(tmp_path / "run")
     path = tmp_path / "run" / NAME
     whole = path.read_bytes()
     for torn in (b"{", b"\xff", whole.splitlines()[2]):
@@ -131,7 +131,7 @@ def test_only_an_incomplete_last_line_is_cut(tmp_path: Path) -> None:
 
 
 def test_a_copy_that_went_on_elsewhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
-    written(tmp_path / "run")
+    write_log(tmp_path / "run")
     path = tmp_path / "run" / NAME
     whole = path.read_bytes()
     path.write_bytes(b"".join(whole.splitlines(True)[:3]))
@@ -150,7 +150,7 @@ def test_a_copy_that_went_on_elsewhere_is_refused(tmp_path: Path, monkeypatch: p
 
 
 def test_another_writer_and_wrong_stages_are_refused(tmp_path: Path) -> None:
-    log = written(tmp_path / "run")
+    log = write_log(tmp_path / "run")
     path = tmp_path / "run" / NAME
     with pytest.raises(UserError, match="exists already"):
         SignedLog(path, "x", KIND, SigningKey.generate()).create()
@@ -176,7 +176,7 @@ def test_another_writer_and_wrong_stages_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_damaged_anchor_is_said(tmp_path: Path, data: Path) -> None:
-    written(tmp_path / "run")
+    write_log(tmp_path / "run")
     (anchor,) = (data / "anchors").glob("*.json")
     for content in (b"", b"{", b"[]", b'{"run": "run-1"}', b'{"run":"x","sequence":1,"head":"a"}'):
         anchor.write_bytes(content)

@@ -60,9 +60,9 @@ def test_every_file_of_the_package_counts(package: Path) -> None:
     for name in whole["files"]:
         before = (package / name).read_bytes()
         change(package / name)
-        found = measurements.package()
-        assert found["sha256"] != whole["sha256"]
-        assert [one for one in whole["files"] if found["files"][one] != whole["files"][one]] == [name]
+        measurement = measurements.package()
+        assert measurement["sha256"] != whole["sha256"]
+        assert [path for path in whole["files"] if measurement["files"][path] != whole["files"][path]] == [name]
         (package / name).write_bytes(before)
     assert measurements.package() == whole
     (package / "wgpu_lora" / "more.so").touch()
@@ -139,16 +139,16 @@ def test_records_that_prove_nothing_are_not_intact(install: Callable[..., dict[s
     for line in (f"made.py,{recorded(content, 'md5')},6", "made.py,sha256=,6", "made.py,sha256,6", "gone.py,a=b,1"):
         assert install(line + "\n")["intact"] is False
     (tmp_path / "made-1.0.dist-info" / "RECORD").unlink()
-    one = PathDistribution(tmp_path / "made-1.0.dist-info")
-    claims = measurements._measure(one, measurements._record(one))
+    distribution = PathDistribution(tmp_path / "made-1.0.dist-info")
+    claims = measurements._measure(distribution, measurements._record(distribution))
     assert claims == {"version": "1.0", "intact": False, "changed": ["RECORD"]}
 
 
 def test_the_requirements_of_requirements_are_found() -> None:
-    found = measurements._required()
-    assert {"numpy", "wgpu", "cffi", "cryptography", "sigstore"} <= set(found)  # the last one is model-signing's
-    assert "wgpu-lora" not in found
-    assert "torch" not in found
+    names = measurements._required()
+    assert {"numpy", "wgpu", "cffi", "cryptography", "sigstore"} <= set(names)  # the last one is model-signing's
+    assert "wgpu-lora" not in names
+    assert "torch" not in names
 
 
 @pytest.fixture
@@ -237,8 +237,8 @@ def test_a_library_of_no_package_is_stated(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(measurements, "_libraries", lambda: [path for path in mapped() or [] if str(tmp_path) in path])
     monkeypatch.setattr(measurements, "loaded_files", list)
     monkeypatch.setattr(measurements, "_own_modules", list)
-    found = measurements.loaded_code([])["libraries"]
-    assert found[str(library)] == hashlib.sha256(library.read_bytes()).hexdigest()
+    libraries = measurements.loaded_code([])["libraries"]
+    assert libraries[str(library)] == hashlib.sha256(library.read_bytes()).hexdigest()
     assert str(library) not in measurements.loaded_code([str(library)])["libraries"]
 
 
@@ -246,23 +246,23 @@ def test_variables_that_change_behaviour_are_stated_by_digest() -> None:
     names = ("WGPU_LORA_NO_CHECK", "LD_PRELOAD", "PYTHONPATH", "VK_DRIVER_FILES", "vk_icd_filenames", "WGPU_LIB_PATH",
              "LP_NUM_THREADS", "GLIBC_TUNABLES", "GCONV_PATH", "TU_DEBUG", "DYLD_INSERT_LIBRARIES",
              "https_proxy")  # fmt: skip
-    found = measurements.environment(dict.fromkeys([*names, "SECRET_TOKEN", "EDITOR", "PANTRY"], "secret"))
-    assert sorted(found) == sorted(names)
-    assert set(found.values()) == {hashlib.sha256(b"secret").hexdigest()}
+    variables = measurements.environment(dict.fromkeys([*names, "SECRET_TOKEN", "EDITOR", "PANTRY"], "secret"))
+    assert sorted(variables) == sorted(names)
+    assert set(variables.values()) == {hashlib.sha256(b"secret").hexdigest()}
 
 
 @pytest.mark.slow
 def test_this_machine_can_be_measured() -> None:
-    found = measurements.measurements()
-    assert found["dependencies"]["wgpu"]["intact"] is True
+    facts = measurements.measurements()
+    assert facts["dependencies"]["wgpu"]["intact"] is True
     library = backend(WGPU).library()
-    assert found["wgpu"]["native_sha256"] == hashlib.sha256(library.read_bytes()).hexdigest()
-    assert found["python"]["version"] == ".".join(map(str, sys.version_info[:3]))
-    assert "wgpu_lora/protect/attestation/measurements.py" in found["package"]["files"]
-    assert any(name.startswith("shaders/") and name.endswith(".wgsl") for name in found["package"]["files"])
-    assert found["kernel"]["system"]
-    assert found["process"]["compiled_otherwise"] == []
-    assert not any("wgpu_lora" in path for path in found["process"]["unlisted"])
+    assert facts["wgpu"]["native_sha256"] == hashlib.sha256(library.read_bytes()).hexdigest()
+    assert facts["python"]["version"] == ".".join(map(str, sys.version_info[:3]))
+    assert "wgpu_lora/protect/attestation/measurements.py" in facts["package"]["files"]
+    assert any(name.startswith("shaders/") and name.endswith(".wgsl") for name in facts["package"]["files"])
+    assert facts["kernel"]["system"]
+    assert facts["process"]["compiled_otherwise"] == []
+    assert not any("wgpu_lora" in path for path in facts["process"]["unlisted"])
 
 
 MODIFIED = """
@@ -278,7 +278,7 @@ print(json.dumps([measurements.loaded_code(measurements.own_files()), variables]
 @pytest.mark.skipif(sys.platform != "linux", reason="how libraries are preloaded here is Linux's")
 def test_what_is_slipped_into_a_trainer_shows(tmp_path: Path) -> None:
     """By who may set its environment: a module that Python runs first, a module in place of another, a library."""
-    mapped = [one.path for one in psutil.Process().memory_maps()]
+    mapped = [memory_map.path for memory_map in psutil.Process().memory_maps()]
     preloaded = tmp_path / "preloaded.so"
     shutil.copy(next(path for path in mapped if "/libm.so" in path or "/libm-" in path), preloaded)
     (tmp_path / "sitecustomize.py").write_text(
@@ -288,10 +288,12 @@ def test_what_is_slipped_into_a_trainer_shows(tmp_path: Path) -> None:
     path = os.pathsep.join([str(tmp_path), str(assets.ROOT)])
     environment = {**os.environ, "PYTHONPATH": path, "LD_PRELOAD": str(preloaded)}
     code = "import filelock\n" + MODIFIED
-    made = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    found, variables = json.loads(made.stdout)
-    digests = {str(one): hashlib.sha256(one.read_bytes()).hexdigest() for one in tmp_path.iterdir() if one.is_file()}
-    assert found["libraries"][str(preloaded)] == digests.pop(str(preloaded))
-    assert {name: found["unlisted"].get(name) for name in digests} == digests
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    facts, variables = json.loads(process.stdout)
+    digests = {
+        str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in tmp_path.iterdir() if file.is_file()
+    }
+    assert facts["libraries"][str(preloaded)] == digests.pop(str(preloaded))
+    assert {name: facts["unlisted"].get(name) for name in digests} == digests
     assert variables["LD_PRELOAD"] == hashlib.sha256(str(preloaded).encode()).hexdigest()
     assert variables["PYTHONPATH"] == hashlib.sha256(path.encode()).hexdigest()

@@ -66,10 +66,10 @@ def test_rows_are_clean(own_device: Device, tmp_path: Path, orders: tuple[str, .
     file = tmp_path / "overhead.json"
     noted: list[Any] = []
     work, repeat = Work(None, "mini", 1, SIZES), len(orders) // 2 or 1
-    found = measure_overhead(work, 1.0, orders[:2], repeat, file, hearing(measured=noted.append), own_device)
+    report = measure_overhead(work, 1.0, orders[:2], repeat, file, hearing(measured=noted.append), own_device)
     assert [record["kind"] for record in noted] == ["header", *["row"] * len(orders)]
-    assert [row["order"] for row in found["results"]] == list(orders)
-    for row in found["results"]:
+    assert [row["order"] for row in report["results"]] == list(orders)
+    for row in report["results"]:
         assert row["notClean"] == []
         assert (row["attestation"], row["runtimeState"]) == ("verified", "zeroized")
         assert row["label"] == "mini (synthetic weights, 1 layer) 1s"
@@ -78,8 +78,8 @@ def test_rows_are_clean(own_device: Device, tmp_path: Path, orders: tuple[str, .
         assert row["stabilitySettings"]["saveSteps"] == 20
         assert row["trainableAdapterParams"] < row["totalParams"]
         for side in ("raw", "protected"):
-            each = row[f"{side}ElapsedSec"] / row[f"{side}Steps"]
-            assert abs(row[f"{side}ElapsedSec"] - 1.0) < 3 * each + 0.05  # a busy machine's steps are uneven
+            step_seconds = row[f"{side}ElapsedSec"] / row[f"{side}Steps"]
+            assert abs(row[f"{side}ElapsedSec"] - 1.0) < 3 * step_seconds + 0.05  # a busy machine's steps are uneven
             assert row[f"{side}StopReason"] == "target seconds"
             assert row[f"{side}AdapterSha256"] != row["initialAdapterSha256"]
     assert len(read_rows(file)) == len(orders)
@@ -122,9 +122,9 @@ def row(overhead: float = 0.5, **changes: Any) -> Row:
 
 def test_published_figures_give_the_published_overheads() -> None:
     rows = read_rows(PUBLISHED)
-    assert [found["overheadPct"] for found in rows] == [0.86, -0.45, 0.81, 0.59, 1.11, 0.26, 0.77]
-    checked = [found for found in rows if "rawSteps" in found]
-    assert [round(overhead_pct(found), 2) for found in checked] == [found["overheadPct"] for found in checked]
+    assert [result["overheadPct"] for result in rows] == [0.86, -0.45, 0.81, 0.59, 1.11, 0.26, 0.77]
+    checked = [result for result in rows if "rawSteps" in result]
+    assert [round(overhead_pct(result), 2) for result in checked] == [result["overheadPct"] for result in checked]
     assert len(checked) == 3
     with pytest.raises(UserError, match=r"A segment had 0 steps, .* longer --target-seconds"):
         make_row({**FIGURES, "protectedSteps": 0})
@@ -145,9 +145,9 @@ def test_published_figures_give_the_published_overheads() -> None:
     ],
 )
 def test_when_a_row_is_clean(changes: dict[str, Any], reason: str | None) -> None:
-    made = make_row({**FIGURES, **changes})
-    assert made["notClean"] == ([reason] if reason else [])
-    assert made["cleanModelArtifact"] is not reason
+    result = make_row({**FIGURES, **changes})
+    assert result["notClean"] == ([reason] if reason else [])
+    assert result["cleanModelArtifact"] is not reason
 
 
 def test_the_summary_has_both_orders_and_the_noise() -> None:
@@ -188,14 +188,14 @@ def test_a_damaged_file_is_refused(tmp_path: Path, change: dict[str, Any], messa
 def test_a_page_shows_measured_rows_beside_the_published_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, two = tmp_path / "one.json", tmp_path / "two.json"
-    one.write_text(json.dumps(result_file([row(0.5), row(-0.2, order=ORDERS[1])], "a test", {})))
+    first, two = tmp_path / "one.json", tmp_path / "two.json"
+    first.write_text(json.dumps(result_file([row(0.5), row(-0.2, order=ORDERS[1])], "a test", {})))
     two.write_text(json.dumps(result_file([row(0.9, label="0.5B <180s>")], "a test", {})))
-    assert main(["report", str(one), str(two), "--output", str(tmp_path / "page")]) == 0
+    assert main(["report", str(first), str(two), "--output", str(tmp_path / "page")]) == 0
     assert "overhead  demo 180s: Overhead over 2 rows: median +0.15%" in capsys.readouterr().out
     page = page_of(tmp_path / "page")
     assert page.fetched == []
     for text in ("+0.50%", "-0.20%", "+0.90%", "0.5B <180s>", "1 row below zero: that is noise", "+0.86%", "7B H100"):
         assert text in " ".join(page.text), text
-    assert main(["report", str(one), str(tmp_path), "--output", str(tmp_path / "other")]) == 2
+    assert main(["report", str(first), str(tmp_path), "--output", str(tmp_path / "other")]) == 2
     assert "is no result file of 'bench --protected': give such files alone" in capsys.readouterr().err

@@ -142,23 +142,23 @@ def test_no_value_raises_anything_else(key: str, value: object) -> None:
         text = f"{LEAST}\n{key} = {toml(value)}"
     except (TypeError, ValueError):
         return
-    said = ""
+    message = ""
     try:
         Policy.parse(text.encode("utf-8", "replace"))
     except UserError as error:
-        said = str(error)
-    assert said.isprintable()
+        message = str(error)
+    assert message.isprintable()
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: (LEAST + text).encode("utf-8", "replace")))
 def test_hostile_bytes(data: bytes) -> None:
-    said = ""
+    message = ""
     try:
         Policy.parse(data)
     except UserError as error:
-        said = str(error)
-    assert said.isprintable()
+        message = str(error)
+    assert message.isprintable()
 
 
 def test_wildcards_and_values_in_messages() -> None:
@@ -281,14 +281,14 @@ def of(evidence: Given, policy: Policy = STRICT, **other: Any) -> Appraisal:
 
 
 def failed(evidence: Given, policy: Policy = STRICT, **other: Any) -> set[str]:
-    found = of(evidence, policy, **other)
-    assert found.passed == (not found.failures)
-    for failure in found.failures:
+    result = of(evidence, policy, **other)
+    assert result.passed == (not result.failures)
+    for failure in result.failures:
         assert failure.expected
         assert failure.found
         assert failure.line().isprintable()
-    json.loads(json.dumps(found.to_json(), allow_nan=False))
-    return {failure.rule for failure in found.failures}
+    json.loads(json.dumps(result.to_json(), allow_nan=False))
+    return {failure.rule for failure in result.failures}
 
 
 def test_every_rule_is_attacked_and_evidence_that_fits_passes() -> None:
@@ -364,33 +364,33 @@ def test_what_else_decides(evidence: Given, other: dict[str, Any], rules: set[st
 
 
 def test_what_is_not_restricted_is_said() -> None:
-    found = of(GIVEN.changed("level", "self-reported"), LEAST_STRICT, nonce=None, head=None)
-    assert found.passed
+    result = of(GIVEN.changed("level", "self-reported"), LEAST_STRICT, nonce=None, head=None)
+    assert result.passed
     required = {rule.name for rule in RULES if rule.required}
-    assert set(found.applied) == required | {"evidence.keys", "nonce.seconds", "nonce.skew"}
-    assert set(found.not_applied) == set(ATTACKS) - set(found.applied)
+    assert set(result.applied) == required | {"evidence.keys", "nonce.seconds", "nonce.skew"}
+    assert set(result.not_applied) == set(ATTACKS) - set(result.applied)
 
 
 def test_claims_of_great_size_take_no_time_and_no_space() -> None:
-    found = of(GIVEN.changed("environment", {f"LD_{i}": digest(1) for i in range(9_000)}))
-    assert {failure.rule for failure in found.failures} == SHARED["environment"]
-    assert len(found.failures) == 2 * 21
-    assert found.failures[20].found == "more like these"
+    result = of(GIVEN.changed("environment", {f"LD_{i}": digest(1) for i in range(9_000)}))
+    assert {failure.rule for failure in result.failures} == SHARED["environment"]
+    assert len(result.failures) == 2 * 21
+    assert result.failures[20].found == "more like these"
     for path, value in (("environment", {str(i): "" for i in range(10**5)}), ("job.recipients", [OWNER] * 10**5)):
-        found = of(GIVEN.changed(path, value))
-        assert {failure.rule for failure in found.failures} == SHARED.get(path, {"release.recipients"})
-        assert "more than 10,000 entries" in found.failures[0].found
+        result = of(GIVEN.changed(path, value))
+        assert {failure.rule for failure in result.failures} == SHARED.get(path, {"release.recipients"})
+        assert "more than 10,000 entries" in result.failures[0].found
     assert failed(GIVEN.changed("device.name", "NVIDIA GeForce RTX 40" + "9" * 10**6 + "0")) == {"device.names"}
 
 
 def test_the_result_affirms_only_what_a_quote_shows() -> None:
-    def made(evidence: Given, policy: Policy = STRICT) -> dict[str, Any]:
+    def token_of(evidence: Given, policy: Policy = STRICT) -> dict[str, Any]:
         return of(evidence, policy).to_json()["submods"]["wgpu-lora"]
 
     vector = "ear.trustworthiness-vector"
-    assert (made(GIVEN)["ear.status"], made(GIVEN)[vector]) == ("affirming", {"instance-identity": 2})
-    assert vector not in made(GIVEN, LEAST_STRICT)
-    wrong = made(GIVEN.changed("quote.key_pem", public_pem()).changed("package.sha256", digest("x")))
+    assert (token_of(GIVEN)["ear.status"], token_of(GIVEN)[vector]) == ("affirming", {"instance-identity": 2})
+    assert vector not in token_of(GIVEN, LEAST_STRICT)
+    wrong = token_of(GIVEN.changed("quote.key_pem", public_pem()).changed("package.sha256", digest("x")))
     assert (wrong["ear.status"], wrong[vector]) == ("contraindicated", {"instance-identity": 97, "executables": 33})
     rules = [failure["rule"] for failure in wrong["ear.wgpu-lora.failures"]]
     assert rules == ["attestation.tpm_keys", "package.sha256"]
@@ -474,8 +474,8 @@ def test_hostile_claims_make_a_policy_that_is_valid_or_lacks_what_is_required(
     error, policy = "", None
     try:
         policy = Policy.parse(text.encode("utf-8", "surrogatepass"))
-    except UserError as found:
-        error = str(found)
+    except UserError as refusal:
+        error = str(refusal)
     if policy is None:
         assert any(word in error for word in ("missing", "tpm_keys", "only_pinned", "no option", "utf-8")), text
         return

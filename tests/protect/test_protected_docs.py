@@ -20,8 +20,8 @@ PORT = "8713"
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return int(one.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 @pytest.mark.rare
@@ -40,7 +40,7 @@ def test_every_command_works(tmp_path: Path) -> None:
     script = f"PATH={command.parent}:$PATH\ntrap 'kill %1' EXIT\n{script}"
     (tmp_path / "train.jsonl").write_bytes(DEMO_TRAIN.read_bytes())
     own = {"HOME": str(tmp_path), "WGPU_LORA_DATA_DIR": str(tmp_path / "data"), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=tmp_path,
         env=os.environ | own,
@@ -49,8 +49,8 @@ def test_every_command_works(tmp_path: Path) -> None:
         text=True,
         timeout=900,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "verified  proven, by the broker's key " in done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "verified  proven, by the broker's key " in process.stdout
     run = tmp_path / "run"
     listed = re.findall(r"^\| `(.*?)` \|", PAGE.read_text().partition("## A run's directory")[2], re.MULTILINE)
     named = {name.strip("`") for cell in listed for name in cell.replace("`", "").split(", ")}

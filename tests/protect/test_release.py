@@ -65,7 +65,7 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def session(tmp_path_factory: pytest.TempPathFactory) -> Made:
     owner = Owner(tmp_path_factory.mktemp("owner"))
     owner.write_policy("[training]\nmin_rows = 10\nmax_steps = 200\n")
     trainer, policy, now = Trainer(owner), Policy.read(owner.policy), time.time()
@@ -76,36 +76,36 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(owner, trainer, token, hashlib.sha256(data).hexdigest(), now)
 
 
-def test_a_release_opens_for_its_session(made: Made) -> None:
-    release = made.open(recipients=[made.owner.data.recipient])
-    assert release.key.text() == made.owner.data.text()
+def test_a_release_opens_for_its_session(session: Made) -> None:
+    release = session.open(recipients=[session.owner.data.recipient])
+    assert release.key.text() == session.owner.data.text()
     assert tuple(release.claims[name] for name in ("sub", "min_rows", "max_steps")) == (JOB, 10, 200)
-    assert release.claims["exp"] == int(made.now + 3600)
-    assert release.facts()["release_sha256"] == hashlib.sha256(made.token.encode()).hexdigest()
+    assert release.claims["exp"] == int(session.now + 3600)
+    assert release.facts()["release_sha256"] == hashlib.sha256(session.token.encode()).hexdigest()
     assert "wrapped_key" not in release.facts()
-    check_expired(release.claims, made.now + 3590)
+    check_expired(release.claims, session.now + 3590)
     with pytest.raises(UserError, match="expired"):
-        check_expired(release.claims, made.now + 3601)
+        check_expired(release.claims, session.now + 3601)
 
 
-def test_it_is_bound_to_everything_that_it_answers(made: Made) -> None:
+def test_it_is_bound_to_everything_that_it_answers(session: Made) -> None:
     for changed, message in (
         ({"nonce": "m" * 43}, "eat_nonce"),
         ({"evidence_sha256": "0" * 64}, "evidence_sha256"),
         ({"broker": SigningKey.generate().public}, "not signed by this broker"),
         ({"keys": SessionKeys.generate()}, "aud"),
-        ({"keys": SessionKeys(DataKey.generate(), made.trainer.keys.signing)}, "not encrypted to this session"),
-        ({"now": made.now + 3601}, "expired"),
-        ({"now": made.now - SLACK - 2}, "in the future"),
-        ({"recipients": [made.trainer.keys.data.recipient]}, "not among the job's recipients"),
+        ({"keys": SessionKeys(DataKey.generate(), session.trainer.keys.signing)}, "not encrypted to this session"),
+        ({"now": session.now + 3601}, "expired"),
+        ({"now": session.now - SLACK - 2}, "in the future"),
+        ({"recipients": [session.trainer.keys.data.recipient]}, "not among the job's recipients"),
     ):
         with pytest.raises(UserError, match=message):
-            made.open(**changed)
+            session.open(**changed)
 
 
-def test_only_the_brokers_algorithm_is_accepted(made: Made) -> None:
-    public = made.owner.signing.public.pem
-    head, body, _ = made.token.split(".")
+def test_only_the_brokers_algorithm_is_accepted(session: Made) -> None:
+    public = session.owner.signing.public.pem
+    head, body, _ = session.token.split(".")
 
     def part(value: Any) -> str:
         return base64.urlsafe_b64encode(json.dumps(value).encode()).rstrip(b"=").decode()
@@ -114,69 +114,69 @@ def test_only_the_brokers_algorithm_is_accepted(made: Made) -> None:
     mac = base64.urlsafe_b64encode(hmac.digest(public.encode(), symmetric.encode(), "sha256")).rstrip(b"=").decode()
     for token in (f"{part({'alg': 'none'})}.{body}.", f"{symmetric}.{mac}", f"{head}.{body}.", f"{head}.{body}"):
         with pytest.raises(UserError):
-            made.open(token)
+            session.open(token)
         with pytest.raises(UserError):
-            read_release(token, made.owner.signing.public)
+            read_release(token, session.owner.signing.public)
 
 
-def test_another_token_that_the_broker_signed_is_no_release(made: Made) -> None:
-    assert made.open(made.signed()).claims["sub"]
+def test_another_token_that_the_broker_signed_is_no_release(session: Made) -> None:
+    assert session.open(session.signed()).claims["sub"]
     for kind in ("JWT", "at+jwt", None):
         with pytest.raises(UserError, match="not a release"):
-            made.open(made.signed(kind))
+            session.open(session.signed(kind))
 
 
-def test_what_is_no_token_of_this_broker_is_refused(made: Made) -> None:
-    public = made.owner.signing.public
-    for at in range(0, len(made.token), 97):
-        other = "A" if made.token[at] != "A" else "B"
+def test_what_is_no_token_of_this_broker_is_refused(session: Made) -> None:
+    public = session.owner.signing.public
+    for at in range(0, len(session.token), 97):
+        other = "A" if session.token[at] != "A" else "B"
         with pytest.raises(UserError):
-            read_release(made.token[:at] + other + made.token[at + 1 :], public)
+            read_release(session.token[:at] + other + session.token[at + 1 :], public)
     for token in ("", ".", "..", "a.b.c", "é", "\ud800", "A" * (MAX_TOKEN + 1), "e30.e30.e30"):
         for broker in (None, public):
             with pytest.raises(UserError):
                 read_release(token, broker)
 
 
-def test_claims_must_be_there_with_their_types(made: Made) -> None:
+def test_claims_must_be_there_with_their_types(session: Made) -> None:
     for name in set(ReleaseClaims.__annotations__) - {"min_rows", "max_steps"}:
         for wrong in (..., None, {} if name == "known" else [], 1.5, True):
             with pytest.raises(UserError):
-                made.open(made.signed(**{name: wrong}))
+                session.open(session.signed(**{name: wrong}))
     for wrong in ("7", 7.5, True):
         with pytest.raises(UserError):
-            made.open(made.signed(max_steps=wrong))
+            session.open(session.signed(max_steps=wrong))
     with pytest.raises(UserError, match=r"ear\.status"):
-        made.open(made.signed(**{"ear.status": "contraindicated"}))
+        session.open(session.signed(**{"ear.status": "contraindicated"}))
     with pytest.raises(UserError, match="iss"):
-        made.open(made.signed(iss="another"))
+        session.open(session.signed(iss="another"))
 
 
-def test_the_wrapped_key_must_be_the_one_that_is_named(made: Made) -> None:
+def test_the_wrapped_key_must_be_the_one_that_is_named(session: Made) -> None:
     def wrapped(text: bytes) -> str:
-        to = pyrage.x25519.Recipient.from_str(made.trainer.keys.data.recipient)
+        to = pyrage.x25519.Recipient.from_str(session.trainer.keys.data.recipient)
         return str(pyrage.encrypt(text, [to], armored=True).decode())
 
     nothing = "age identity"
     for text, message in ((DataKey.generate().text(), "not the one"), (b"no key", nothing), (b"", nothing)):
         with pytest.raises(UserError, match=message) as caught:
-            made.open(made.signed(wrapped_key=wrapped(text)))
+            session.open(session.signed(wrapped_key=wrapped(text)))
         assert "AGE-SECRET-KEY" not in str(caught.value).replace("starts with AGE-SECRET-KEY-1", "")
 
 
-def test_claims_without_the_key_are_read_for_checks(made: Made) -> None:
-    for broker in (None, made.owner.signing.public):
-        claims = read_release(made.token, broker)
+def test_claims_without_the_key_are_read_for_checks(session: Made) -> None:
+    for broker in (None, session.owner.signing.public):
+        claims = read_release(session.token, broker)
         assert claims["sub"] == JOB
-        assert claims["policy"] == Policy.read(made.owner.policy).as_dict()
+        assert claims["policy"] == Policy.read(session.owner.policy).as_dict()
         assert "wrapped_key" not in claims
-    old = made.signed(exp=5, iat=3)
-    assert read_release(old, made.owner.signing.public)["exp"] == 5  # a check comes after the expiry
+    old = session.signed(exp=5, iat=3)
+    assert read_release(old, session.owner.signing.public)["exp"] == 5  # a check comes after the expiry
 
 
-def test_nothing_is_made_for_evidence_that_failed(made: Made, tmp_path: Path) -> None:
-    policy = Policy.read(made.owner.policy)
-    evidence = read_evidence(made.trainer.evidence(NONCE))
-    result = appraise(evidence, policy, nonce="another", now=made.now)
+def test_nothing_is_made_for_evidence_that_failed(session: Made, tmp_path: Path) -> None:
+    policy = Policy.read(session.owner.policy)
+    evidence = read_evidence(session.trainer.evidence(NONCE))
+    result = appraise(evidence, policy, nonce="another", now=session.now)
     with pytest.raises(ValueError, match="not passed"):
-        make_release(evidence, result, policy, made.owner.data, made.owner.signing, made.now)
+        make_release(evidence, result, policy, session.owner.data, session.owner.signing, session.now)

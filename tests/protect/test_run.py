@@ -64,34 +64,34 @@ class Ward:
         self.hospital, self._device, self.monkeypatch = Hospital(place), device, monkeypatch
         self.place, self.owner = place, self.hospital.owner
         self.hospital.policy(place / "train.jsonl.age")
-        self.said: list[tuple[str, str]] = []
+        self.messages: list[tuple[str, str]] = []
 
     def moved(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> Ward:
         """A copy of all files, anchors too."""
         shutil.copytree(self.place, place)
         shutil.copytree(self.place.with_name("data"), place.with_name("data"))
         monkeypatch.setenv("WGPU_LORA_DATA_DIR", str(place.with_name("data")))
-        made = copy.copy(self)
-        made.hospital, made.owner = copy.copy(self.hospital), copy.copy(self.owner)
-        made.place = made.hospital.place = place
-        made.monkeypatch, made.said, made.hospital.owner = monkeypatch, [], made.owner
-        made.owner.move(place)
-        return made
+        clone = copy.copy(self)
+        clone.hospital, clone.owner = copy.copy(self.hospital), copy.copy(self.owner)
+        clone.place = clone.hospital.place = place
+        clone.monkeypatch, clone.messages, clone.hospital.owner = monkeypatch, [], clone.owner
+        clone.owner.move(place)
+        return clone
 
-    def train(self, name: str = "job", path: Path | None = None, **given: Any) -> ProtectedRecord:
+    def train(self, name: str = "job", path: Path | None = None, **options: Any) -> ProtectedRecord:
         """A session; the job's file is written unless there is one."""
         path = path or self.place / f"{name}.toml"
         if not path.exists():
             self.hospital.job(name, URL)
         with self.owner.broker() as broker:
             self.monkeypatch.setattr(protected_session, "BrokerClient", lambda *args: Direct(broker))
-            return self.run(path, **given)
+            return self.run(path, **options)
 
-    def run(self, path: Path, **given: Any) -> ProtectedRecord:
+    def run(self, path: Path, **options: Any) -> ProtectedRecord:
         model = open_model(OPTIONS["model"], self._device, "nf4")
         try:
             return protected_run.finetune_protected(
-                jobs.read_job(path), model=model, say=lambda *text: self.said.append(text), **given
+                jobs.read_job(path), model=model, say=lambda *text: self.messages.append(text), **options
             )
         finally:
             model.unload()
@@ -141,8 +141,8 @@ def at_step(number: int, act: Callable[[], Any], jobs_seen: list[FinetuneJob] | 
     return watch
 
 
-def interrupted(ward: Ward, step: int = 4, **given: Any) -> ProtectedRecord:
-    record = ward.train(**given, watch=at_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+def interrupted(ward: Ward, step: int = 4, **options: Any) -> ProtectedRecord:
+    record = ward.train(**options, watch=at_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert record.run.outcome == "interrupted"
     return record
 
@@ -196,9 +196,9 @@ def test_a_directory_that_is_in_use_or_has_another_run(again: Ward) -> None:
         again.train("whole")
     with pytest.raises(UserError, match="no protected run"):
         again.train("other", resume=True)
-    seen: list[FinetuneJob] = []
-    again.train("whole", resume=True, watch=at_step(0, lambda: None, seen))
-    assert "resumed: already finished" in seen[0].run.notes  # other options would be another job
+    finetune_jobs: list[FinetuneJob] = []
+    again.train("whole", resume=True, watch=at_step(0, lambda: None, finetune_jobs))
+    assert "resumed: already finished" in finetune_jobs[0].run.notes  # other options would be another job
     options = {**OPTIONS, "data": "rows.jsonl", "output": str(again.place / "whole")}
     with pytest.raises(UserError, match="protected run"):
         resolve_options({**options, "resume": True}, None, "here")
@@ -216,7 +216,7 @@ def test_a_directory_that_is_in_use_or_has_another_run(again: Ward) -> None:
         with pytest.raises(UserError, match=words):
             again.train("third")
         assert path.read_text() == "{}"
-        assert [one.name for one in path.parent.iterdir() if one.name != protected_run.LOCK] == [name]
+        assert [entry.name for entry in path.parent.iterdir() if entry.name != protected_run.LOCK] == [name]
         path.unlink()
 
 
@@ -231,9 +231,9 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def swap(one: Path, other: Path) -> None:
-    data = one.read_bytes()
-    one.write_bytes(other.read_bytes())
+def swap(first: Path, other: Path) -> None:
+    data = first.read_bytes()
+    first.write_bytes(other.read_bytes())
     other.write_bytes(data)
 
 
@@ -291,7 +291,7 @@ def test_an_older_directory_is_noticed_even_made_longer(again: Ward, tmp_path: P
     lengthen(ward, *[("leftovers", {}, [])] * 30)
     with pytest.raises(UserError, match=r"does not have the line .* that the broker was told of"):
         ward.train(resume=True)
-    ward.monkeypatch.setattr(protected_session, "missing_line", lambda *given: None)  # a trainer that does not look
+    ward.monkeypatch.setattr(protected_session, "missing_line", lambda *arguments: None)  # a trainer that does not look
     ward.train(resume=True)
     assert any("the broker knew another line" in failure for failure in ward.check().failures)
 
@@ -318,11 +318,11 @@ def test_data_that_change_after_the_attestation_are_refused(ward: Ward) -> None:
 
 
 def test_a_release_that_expires_before_training(ward: Ward) -> None:
-    seen: list[float] = []
+    calls: list[float] = []
 
     def now(self: Any) -> float:
-        seen.append(0)
-        return 2e9 if len(seen) > 2 else __import__("time").time()
+        calls.append(0)
+        return 2e9 if len(calls) > 2 else __import__("time").time()
 
     ward.monkeypatch.setattr(protected_session.Clock, "latest", now)
     with pytest.raises(UserError, match="expired"):
@@ -351,11 +351,11 @@ def test_what_fails_is_cleaned_up(ward: Ward) -> None:
     def fail() -> None:
         raise RuntimeError(SECRET)
 
-    seen: list[FinetuneJob] = []
+    finetune_jobs: list[FinetuneJob] = []
     ward.monkeypatch.delenv("WGPU_LORA_NO_RUN_LOG", raising=False)
     with pytest.raises(RuntimeError):
-        ward.train(watch=at_step(3, fail, seen), run_log=True)
-    rows = seen[0].run.stream.prepared.rows
+        ward.train(watch=at_step(3, fail, finetune_jobs), run_log=True)
+    rows = finetune_jobs[0].run.stream.prepared.rows
     assert not any(array.any() for row in rows for array in (row.input_ids, row.labels))
     assert ward.stages()[-2:] == ["failed", "wiped"]
     assert ward.check().failures == []
@@ -393,10 +393,10 @@ def test_leftovers_of_a_killed_session_are_found(ward: Ward) -> None:
         file.write(b'{"payload"')
     (place / ".cleanup.json.abcdefg8.tmp").write_bytes(b"{")
     ward.train(resume=True)
-    found = next(entry for entry in read_log(place / "evidence.jsonl") if entry.stage == "leftovers")
-    assert len(found.facts["files"]) == 2
-    assert found.facts["log_bytes"] == 10
-    assert "leftovers" in dict(ward.said)
+    leftovers = next(entry for entry in read_log(place / "evidence.jsonl") if entry.stage == "leftovers")
+    assert len(leftovers.facts["files"]) == 2
+    assert leftovers.facts["log_bytes"] == 10
+    assert "leftovers" in dict(ward.messages)
     assert not list(place.rglob("*.tmp"))
     assert ward.check().failures == []
 
@@ -418,8 +418,8 @@ def test_anchors_that_cannot_be_written(ward: Ward) -> None:
 
 
 def test_held_out_losses_do_not_fill_the_log(ward: Ward) -> None:
-    held = ward.hospital.seal("held", 6, seed=3)
-    ward.hospital.policy(ward.place / "train.jsonl.age", held)
+    heldout = ward.hospital.seal("held", 6, seed=3)
+    ward.hospital.policy(ward.place / "train.jsonl.age", heldout)
     path = ward.hospital.job("job", URL, 'eval_data = "held.jsonl.age"', eval_steps=1)
     ward.monkeypatch.setattr("wgpu_lora.protect.evidence.signed_log.MAX_LOG_BYTES", 40_000)
     assert ward.train(path=path).run.outcome == "finished"
@@ -435,7 +435,7 @@ def test_a_killed_session_that_left_only_checkpoints_is_noticed(ward: Ward) -> N
     for path in (ward.place / "job").glob("*.tmp"):
         path.unlink()
     ward.train(resume=True)
-    assert "wiped nothing" in dict(ward.said)["leftovers"]
+    assert "wiped nothing" in dict(ward.messages)["leftovers"]
     assert "leftovers" in ward.stages()
     assert ward.check().failures == []
 
@@ -470,8 +470,8 @@ def test_bad_rows_are_named_by_place_and_sealed(ward: Ward) -> None:
         ward.train()
     assert SECRET not in str(refused.value.lines)
     ward.train("again", ward.hospital.job("again", URL, skip_bad_rows=True))
-    kept = unseal_bytes((ward.place / "again" / "skipped_rows.jsonl.age").read_bytes(), ward.owner.data)
-    assert SECRET.encode() in kept
+    skipped_rows = unseal_bytes((ward.place / "again" / "skipped_rows.jsonl.age").read_bytes(), ward.owner.data)
+    assert SECRET.encode() in skipped_rows
     assert ward.check("again").failures == []
     pieces = Pieces()
     pieces.text("the note", SECRET * 2)
@@ -480,15 +480,15 @@ def test_bad_rows_are_named_by_place_and_sealed(ward: Ward) -> None:
 
 def test_held_out_rows_and_an_initial_adapter_are_sealed_too(ward: Ward) -> None:
     first = ward.train()
-    held = ward.hospital.seal("held", 6, seed=3)
+    heldout = ward.hospital.seal("held", 6, seed=3)
     initial = shutil.copy(first.adapter, ward.place / "initial.tar.age")
     own = 'eval_data = "held.jsonl.age"\ninit_adapter = "initial.tar.age"'
-    ward.hospital.policy(ward.place / "train.jsonl.age", held, Path(initial))
+    ward.hospital.policy(ward.place / "train.jsonl.age", heldout, Path(initial))
     path = ward.hospital.job("second", URL, own, eval_steps=2)
-    done = ward.train("second", path, watch=at_step(4, lambda: os.kill(os.getpid(), signal.SIGTERM)))
-    assert done.run.init_adapter_sha256 == first.run.adapter_sha256
+    record = ward.train("second", path, watch=at_step(4, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    assert record.run.init_adapter_sha256 == first.run.adapter_sha256
     assert (ward.place / "second" / "best.tar.age").is_file()
-    done = ward.train("second", path, resume=True)
+    record = ward.train("second", path, resume=True)
     checked = ward.check("second")
     assert checked.failures == []
     assert "evaluated" in ward.stages("second")
@@ -534,12 +534,12 @@ def test_a_wait_for_a_release_that_was_given_up_is_begun_anew(ward: Ward, resume
 
 
 def test_a_broker_that_cannot_be_reached_meanwhile_is_noted(ward: Ward) -> None:
-    def lost(self: Any, signed: bytes) -> None:
+    def fail(self: Any, signed: bytes) -> None:
         raise UserError("The broker cannot be reached: check that it runs.")
 
-    ward.monkeypatch.setattr(Broker, "progress", lost)
+    ward.monkeypatch.setattr(Broker, "progress", fail)
     assert ward.train().run.outcome == "finished"
-    assert "the broker was not told" in dict(ward.said)["note"]
+    assert "the broker was not told" in dict(ward.messages)["note"]
 
 
 def test_a_session_ends_when_the_broker_refuses_its_reports(ward: Ward) -> None:
@@ -561,7 +561,7 @@ def test_a_session_ends_when_the_broker_refuses_its_reports(ward: Ward) -> None:
 def test_the_command_shows_no_message_of_an_unforeseen_error(
     ward: Ward, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any, **given: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         try:
             raise KeyError(SECRET)
         except KeyError as error:
@@ -569,10 +569,10 @@ def test_the_command_shows_no_message_of_an_unforeseen_error(
 
     monkeypatch.setattr(protected_run, "finetune_protected", fail)
     assert main(["finetune", "--protected", str(ward.hospital.job("job", URL))]) == 1
-    said = capsys.readouterr()
-    assert "RuntimeError: a fault" in said.err
-    assert "in fail" in said.err
-    assert SECRET not in said.out + said.err
+    output = capsys.readouterr()
+    assert "RuntimeError: a fault" in output.err
+    assert "in fail" in output.err
+    assert SECRET not in output.out + output.err
 
 
 def test_the_command_with_a_broker_of_its_own(ward: Ward, capsys: pytest.CaptureFixture[str]) -> None:
@@ -582,10 +582,10 @@ def test_the_command_with_a_broker_of_its_own(ward: Ward, capsys: pytest.Capture
     ward.monkeypatch.setattr(protected_session, "BrokerClient", BrokerClient)
     with serving(ward.owner) as served:
         path = ward.hospital.job("job", served.url)
-        done = command("finetune", "--protected", path, "--device", "0")
-        assert done.code == 0, done.err
-        for said in ("released", "adapter.tar.age", "all that can be overwritten was", "protect check"):
-            assert said in done.out
+        process = command("finetune", "--protected", path, "--device", "0")
+        assert process.code == 0, process.err
+        for words in ("released", "adapter.tar.age", "all that can be overwritten was", "protect check"):
+            assert words in process.out
         again = command("finetune", "--protected", path)
         assert again.code == 2
         assert "--resume" in again.err
@@ -599,14 +599,14 @@ def test_the_command_with_a_broker_of_its_own(ward: Ward, capsys: pytest.Capture
 
 def test_a_run_goes_back_from_weights_that_are_not_finite(ward: Ward, trained: tuple[Ward, Any]) -> None:
     """As a plain run, it returns to the step before, and resumes from there; the newer checkpoint is gone."""
-    seen: list[FinetuneJob] = []
+    finetune_jobs: list[FinetuneJob] = []
 
     def poison() -> None:
-        norm = seen[0].session.model.decoder.final_norm.storage.buffer
+        norm = finetune_jobs[0].session.model.decoder.final_norm.storage.buffer
         ward._device.write(norm, np.full(norm.size // 4, np.nan, np.float32))
 
     path = ward.hospital.job("job", URL, save_steps=1)
-    record = ward.train("job", path, watch=at_step(2, poison, seen))
+    record = ward.train("job", path, watch=at_step(2, poison, finetune_jobs))
     assert (record.run.stop_reason, record.run.state.step, record.statement) == ("non-finite", 1, None)
     assert [path.name for path in (ward.place / "job" / "checkpoints").iterdir()] == ["step-1.tar.age"]
     assert ward.stages()[-2:] == ["failed", "wiped"]

@@ -39,7 +39,7 @@ class Standard(io.TextIOWrapper):
     def __init__(self, data: bytes = b"") -> None:
         super().__init__(io.BytesIO(data))
 
-    def written(self) -> bytes:
+    def content(self) -> bytes:
         self.flush()
         return self.buffer.getvalue()  # type: ignore[attr-defined,no-any-return]
 
@@ -72,9 +72,9 @@ def test_keygen_leaves_what_is_there(here: Path, capsys: pytest.CaptureFixture[s
     before = names()
     for arguments in ("data.key", "data.key/new.key", ".", "-", "x.pem --signing", "n" * 300):
         assert protect("keygen", *arguments.split()) == 2
-        said = capsys.readouterr().err
-        assert len(said.splitlines()) == 1
-        assert "Errno" not in said
+        error = capsys.readouterr().err
+        assert len(error.splitlines()) == 1
+        assert "Errno" not in error
         assert names() == before
     assert DataKey.read("data.key").text() == KEY.text()
     assert protect("keygen", "owner/keys/data.key") == 0
@@ -113,13 +113,13 @@ def test_standard_input_and_output(here: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("sys.stdin", Standard(ROWS.encode()))
     monkeypatch.setattr("sys.stdout", out)
     assert protect("seal", "-", "--to", KEY.recipient, "-o", "-") == 0
-    sealed = out.written()
+    sealed = out.content()
     for arguments in (["-", "-o", "-"], ["-", "-o", "again"]):
         out = Standard()
         monkeypatch.setattr("sys.stdin", Standard(sealed))
         monkeypatch.setattr("sys.stdout", out)
         assert protect("open", *arguments, "--key", "data.key") == 0
-        assert ROWS.encode() in (out.written(), Path("again").read_bytes() if "again" in arguments else b"")
+        assert ROWS.encode() in (out.content(), Path("again").read_bytes() if "again" in arguments else b"")
     monkeypatch.setattr("sys.stdin", Standard(ROWS.encode()))
     assert protect("seal", "-", "--to", KEY.recipient, "-o", "in.jsonl.age") == 0
     assert json.loads(Path("in.jsonl.age.json").read_text())["rows"] == 3

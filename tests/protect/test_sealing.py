@@ -146,7 +146,7 @@ def test_recipients(tmp_path: Path) -> None:
     many = [DataKey.generate().recipient for _ in range(MAX_RECIPIENTS - 1)]
     for key, order in ((KEY, [KEY.recipient, *many]), (OTHER, [*many, OTHER.recipient])):
         assert unseal_bytes(seal_bytes(b"rows", order), key) == b"rows"
-        parsed = [pyrage.x25519.Recipient.from_str(one) for one in order]
+        parsed = [pyrage.x25519.Recipient.from_str(recipient) for recipient in order]
         assert unseal_bytes(pyrage.encrypt(b"rows", parsed, armored=True), key) == b"rows"
     with pytest.raises(UserError, match="at most"):
         seal_bytes(b"rows", [*BOTH, *many])
@@ -284,13 +284,13 @@ def joined(head: bytes, chunks: Iterable[bytes]) -> bytes:
 
 def refused(sealed: bytes, data: bytes = DATA, key: DataKey = KEY) -> int:
     """Checks that a damaged file is refused, and returns how many bytes were given out before: whole chunks of it."""
-    written = io.BytesIO()
+    output = io.BytesIO()
     with pytest.raises(TamperedError):
-        unseal_stream(io.BytesIO(sealed), written, key)
-    given = written.getvalue()
-    assert data.startswith(given)
-    assert len(given) % CHUNK == 0
-    return len(given)
+        unseal_stream(io.BytesIO(sealed), output, key)
+    plaintext = output.getvalue()
+    assert data.startswith(plaintext)
+    assert len(plaintext) % CHUNK == 0
+    return len(plaintext)
 
 
 def flipped(sealed: bytes, at: int, bits: int = 1) -> bytes:
@@ -313,15 +313,15 @@ def test_every_bit_of_a_small_file_and_tags_and_bodies_of_chunks() -> None:
 
 
 def test_stanzas_and_chunks_removed_doubled_exchanged_or_added() -> None:
-    found, others = HEADER.match(SMALL), HEADER.match(seal_bytes(DATA[:100], BOTH))
-    assert found
-    assert others
-    stanzas, stranger = STANZA.findall(found["stanzas"]), STANZA.findall(others["stanzas"])[0]
+    match, foreign_match = HEADER.match(SMALL), HEADER.match(seal_bytes(DATA[:100], BOTH))
+    assert match
+    assert foreign_match
+    stanzas, stranger = STANZA.findall(match["stanzas"]), STANZA.findall(foreign_match["stanzas"])[0]
     for changed in (stanzas[1:], [stanzas[0], *stanzas], stanzas[::-1], [*stanzas, stranger], [stranger, *stanzas], []):
-        sealed = found["version"] + b"".join(changed) + found["mac"] + SMALL[found.end() :]
+        sealed = match["version"] + b"".join(changed) + match["mac"] + SMALL[match.end() :]
         assert refused(sealed, DATA[:100]) == 0
     for version in (b"age-encryption.org/v2\n", b"age-encryption.org/v1\r\n", b"", b"age-encryption.org/v1 \n"):
-        assert refused(version + SMALL[found.end("version") :], DATA[:100]) == 0
+        assert refused(version + SMALL[match.end("version") :], DATA[:100]) == 0
     head, (a, b, c) = parts(SEALED)
     for order, whole in {
         (b, c): 0, (a, c): 1, (a, b): 2, (c,): 0, (a,): 1, (): 0,
@@ -366,17 +366,17 @@ def test_armored_files() -> None:
     armored = pyrage.encrypt(DATA[:100], [KEY.identity().to_public()], armored=True)
     for at in range(len(armored)):
         for bit in range(8):
-            written = io.BytesIO()
+            output = io.BytesIO()
             try:
-                unseal_stream(io.BytesIO(flipped(armored, at, 1 << bit)), written, KEY)
+                unseal_stream(io.BytesIO(flipped(armored, at, 1 << bit)), output, KEY)
             except TamperedError:
-                assert not written.getvalue()
+                assert not output.getvalue()
             else:
-                assert written.getvalue() == DATA[:100]
+                assert output.getvalue() == DATA[:100]
                 assert armored[at : at + 1].isspace(), at
     lines = armored.splitlines(keepends=True)
-    for kept in (lines[:-1], lines[1:], lines[:2] + lines[3:], lines[:2] + lines[1:], lines[:-2] + lines[-1:]):
-        refused(b"".join(kept), DATA[:100])
+    for part in (lines[:-1], lines[1:], lines[:2] + lines[3:], lines[:2] + lines[1:], lines[:-2] + lines[-1:]):
+        refused(b"".join(part), DATA[:100])
     refused(armored + armored, DATA[:100])
     refused(armored + b"x", DATA[:100])
 
@@ -497,7 +497,7 @@ def test_bad_paths_leave_nothing(tmp_path: Path) -> None:
 FILES = {"adapter_model.safetensors": bytes(range(256)) * 5, "a/b/deep.json": b"{}", "empty": b"", "ä" * 40: b"x" * 512}
 
 
-def made(name: str, kind: bytes = tarfile.REGTYPE, content: bytes = b"x", **fields: object) -> bytes:
+def member(name: str, kind: bytes = tarfile.REGTYPE, content: bytes = b"x", **fields: object) -> bytes:
     """An archive with one member, which may be one that nobody should open."""
     info = tarfile.TarInfo(name)
     info.type, info.size = kind, len(content)
@@ -520,8 +520,8 @@ def test_archives_are_the_same_for_the_same_files_and_can_be_read_by_tar(tmp_pat
     (tmp_path / "in" / "none").mkdir()
     (tmp_path / "out").mkdir()
     archive.extract(memoryview(b"".join(archive.stream(tmp_path / "in"))), tmp_path / "out")
-    found = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert {path.relative_to(tmp_path / "out").as_posix(): path.read_bytes() for path in found} == FILES
+    paths = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert {path.relative_to(tmp_path / "out").as_posix(): path.read_bytes() for path in paths} == FILES
     assert (tmp_path / "out" / "none").is_dir()
 
 
@@ -551,13 +551,13 @@ def test_directories_that_cannot_be_archived(tmp_path: Path) -> None:
 def test_archives_that_nobody_should_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
     for data in (
-        made("/etc/passwd"), made("../up"), made("a/../../up"), made("a//b"), made("./a"), made(""), made("C:\\x"),
-        made("a:b"), made("a\\b"), made("a", tarfile.SYMTYPE, linkname="/etc/passwd"),
-        made("a", tarfile.LNKTYPE, linkname="b"), made("a", tarfile.CHRTYPE), made("a", tarfile.FIFOTYPE),
-        made("a", tarfile.GNUTYPE_SPARSE), made("n" * 300), made("a")[: -len(archive.END)] + made("a"),
-        made("a")[: -len(archive.END)] + made("a/b"), made("a")[:700], made("a")[: -len(archive.END)],
-        made("a" * 90, content=b"x" * 600)[:1024], made("a", size=-1), made("a", size=1 << 62), b"", b"\0" * 512,
-        b"x" * 2000, made("a\udcff"),
+        member("/etc/passwd"), member("../up"), member("a/../../up"), member("a//b"), member("./a"), member(""),
+        member("C:\\x"), member("a:b"), member("a\\b"), member("a", tarfile.SYMTYPE, linkname="/etc/passwd"),
+        member("a", tarfile.LNKTYPE, linkname="b"), member("a", tarfile.CHRTYPE), member("a", tarfile.FIFOTYPE),
+        member("a", tarfile.GNUTYPE_SPARSE), member("n" * 300), member("a")[: -len(archive.END)] + member("a"),
+        member("a")[: -len(archive.END)] + member("a/b"), member("a")[:700], member("a")[: -len(archive.END)],
+        member("a" * 90, content=b"x" * 600)[:1024], member("a", size=-1), member("a", size=1 << 62), b"", b"\0" * 512,
+        b"x" * 2000, member("a\udcff"),
     ):  # fmt: skip
         with pytest.raises(UserError, match="archive"):
             archive.unpack(data)

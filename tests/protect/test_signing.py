@@ -31,8 +31,8 @@ def accepted_by_command(model: Path, key: SigningKey = KEY) -> bool:
     public = model.parent / "key.pub"
     public.write_text(key.public.pem)
     command = [sys.executable, "-m", "model_signing", "verify", "key", "--public_key", str(public)]
-    done = subprocess.run([*command, "--signature", str(model / NAME), str(model)], capture_output=True, timeout=120)
-    return done.returncode == 0
+    process = subprocess.run([*command, "--signature", str(model / NAME), str(model)], capture_output=True, timeout=120)
+    return process.returncode == 0
 
 
 def test_the_signature_is_accepted(model: Path) -> None:
@@ -68,7 +68,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 def test_every_change_is_found(model: Path) -> None:
-    kept = shutil.copytree(model, model.parent / "kept")
+    copy = shutil.copytree(model, model.parent / "kept")
     for name, change in CHANGES.items():
         change(model)
         with pytest.raises(UserError, match=r"model.sig does not verify the files") as raised:
@@ -76,5 +76,5 @@ def test_every_change_is_found(model: Path) -> None:
         assert "b'" not in str(raised.value)  # bytes of digests, as the library says it
         assert name != "changed" or not accepted_by_command(model)
         shutil.rmtree(model)
-        shutil.copytree(kept, model)
+        shutil.copytree(copy, model)
         (model.parent / "elsewhere").unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from wgpu_lora.train.run.checkpoint_store import EVIDENCE
 KEY = DataKey.generate()
 
 
-def begun(run: Path) -> tuple[EvidenceLog, SessionKeys]:
+def start_session(run: Path) -> tuple[EvidenceLog, SessionKeys]:
     keys = SessionKeys.generate()
     log = EvidenceLog.resume(run, keys) if (run / LOG).exists() else EvidenceLog.start(run, keys, str(run))
     log.attested(b"evidence")
@@ -29,13 +29,13 @@ def begun(run: Path) -> tuple[EvidenceLog, SessionKeys]:
 
 
 def storage_in(run: Path) -> SealedStorage:
-    log, keys = begun(run)
+    log, keys = start_session(run)
     return SealedStorage(run, [KEY.recipient], KEY, keys, log)
 
 
 def saved(storage: SealedStorage, place: Path, step: int, text: str = "weights") -> None:
-    said = {"step": step, "losses": {"train": 1.0, "held_out": None, "best": None}}
-    storage.write_directory(place, {"metadata.json": json.dumps(said).encode(), "a": text.encode()})
+    metadata = {"step": step, "losses": {"train": 1.0, "held_out": None, "best": None}}
+    storage.write_directory(place, {"metadata.json": json.dumps(metadata).encode(), "a": text.encode()})
 
 
 def test_what_is_written_is_read_by_the_next_session(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_what_is_written_is_read_by_the_next_session(tmp_path: Path) -> None:
 def test_an_initial_adapter_is_found_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the record of a run that is resumed elsewhere names it; and whatever is written meanwhile."""
     monkeypatch.chdir(tmp_path)
-    log, keys = begun(tmp_path)
+    log, keys = start_session(tmp_path)
     initial = {Path("initial.tar.age"): {"a": b"weights"}}
     storage = SealedStorage(tmp_path, [KEY.recipient], KEY, keys, log, initial)
     saved(storage, tmp_path / "checkpoints" / "step-2", 2)
@@ -101,13 +101,13 @@ def test_a_crash_while_a_run_goes_back(
     for step in (2, 4, 6):
         saved(storage, steps / f"step-{step}", step)
     was = {path.name: path.read_bytes() for path in steps.iterdir()}
-    real, done = {"append": EvidenceLog.append, "unlink": Path.unlink}, list[str]()
+    real, operations = {"append": EvidenceLog.append, "unlink": Path.unlink}, list[str]()
 
     def counted(name: str) -> Callable[..., Any]:
         def write(*args: Any, **named: Any) -> Any:
-            if len(done) == writes:
+            if len(operations) == writes:
                 raise KeyboardInterrupt
-            done.append(name)
+            operations.append(name)
             return real[name](*args, **named)
 
         return write
@@ -124,10 +124,10 @@ def test_a_crash_while_a_run_goes_back(
         other.recover()
         other.check_newest()
         lines = [entry for entry in other._log.entries if entry.stage == "checkpoint"]
-        found = run_checkpoint.latest_checkpoint(tmp_path, other)
-        expected = [f"checkpoints/{found.name}.tar.age"] if found else []
+        checkpoint = run_checkpoint.latest_checkpoint(tmp_path, other)
+        expected = [f"checkpoints/{checkpoint.name}.tar.age"] if checkpoint else []
         assert [name for name, _ in lines[-1].subjects] == expected
-        assert lines[-1].facts["step"] == (int(found.name.removeprefix("step-")) if found else 0)
+        assert lines[-1].facts["step"] == (int(checkpoint.name.removeprefix("step-")) if checkpoint else 0)
 
 
 @pytest.mark.parametrize("complete", [True, False])
@@ -148,8 +148,8 @@ def test_a_crash_between_the_log_and_the_rename(
         with pytest.raises(KeyboardInterrupt):
             saved(storage, steps / "step-4", 4)
     other = storage_in(tmp_path)
-    (left,) = other.recover()
-    assert left.startswith("checkpoints/.step-4.tar.age.")
+    (leftover,) = other.recover()
+    assert leftover.startswith("checkpoints/.step-4.tar.age.")
     other.check_newest()
     assert run_checkpoint.latest_checkpoint(tmp_path, other) == steps / ("step-4" if complete else "step-2")
     assert not list(tmp_path.rglob("*.tmp"))

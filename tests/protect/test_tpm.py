@@ -36,11 +36,11 @@ def pem(key: Any) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_recorded_quotes_are_valid(kind: str) -> None:
-    found = tpm.verify(RECORDED["quotes"][kind], DIGEST)
-    assert found["key_pem"] == RECORDED["quotes"][kind]["key_pem"]
-    assert sorted(found["pcrs"]) == [*range(8), 10]
-    assert found["pcrs"][1] == "00" * 32 != found["pcrs"][10]
-    assert found["clock"] > 0
+    quote = tpm.verify(RECORDED["quotes"][kind], DIGEST)
+    assert quote["key_pem"] == RECORDED["quotes"][kind]["key_pem"]
+    assert sorted(quote["pcrs"]) == [*range(8), 10]
+    assert quote["pcrs"][1] == "00" * 32 != quote["pcrs"][10]
+    assert quote["clock"] > 0
 
 
 def test_a_quote_of_something_else_is_refused() -> None:
@@ -77,14 +77,14 @@ def test_every_changed_byte_and_length_is_refused(kind: str, part: str) -> None:
     quote = RECORDED["quotes"][kind]
     data = base64.b64decode(quote[part])
 
-    def given(changed: bytes) -> None:
+    def refuse_change(changed: bytes) -> None:
         refused({**quote, part: base64.b64encode(changed).decode()}, "")
 
     for place in range(len(data)):
-        given(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        refuse_change(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
     for end in range(0, len(data), 5):
-        given(data[:end])
-    given(data + b"\0")
+        refuse_change(data[:end])
+    refuse_change(data + b"\0")
     refused({**quote, part: quote[part][:4] + "\n" + quote[part][4:]}, "")
 
 
@@ -100,9 +100,9 @@ def test_fields_of_any_type_are_refused(value: Any, name: str) -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.binary(max_size=160))
 def test_structures_of_any_bytes_end_in_no_other_error(data: bytes) -> None:
-    for found in (data, b"\xff\x54\x43\x47\x80\x18" + data):
+    for content in (data, b"\xff\x54\x43\x47\x80\x18" + data):
         with suppress(ValueError):
-            tpm._Attest.parse(found)
+            tpm._Attest.parse(content)
 
 
 def test_without_a_tpm_it_is_said_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -92,9 +92,9 @@ def test_every_failed_rule_has_a_line(tmp_path: Path, policy: Path, run: Run) ->
     assert "expected 'NVIDIA*', found 'llvmpipe'" in out
     code, out, _ = run(evidence, "--policy", policy, "--json")
     assert code == 1
-    made = json.loads(out)["submods"]["wgpu-lora"]
-    assert made["ear.status"] == "contraindicated"
-    assert [failure["rule"] for failure in made["ear.wgpu-lora.failures"]] == ["device.names", "kernel.systems"]
+    appraisal = json.loads(out)["submods"]["wgpu-lora"]
+    assert appraisal["ear.status"] == "contraindicated"
+    assert [failure["rule"] for failure in appraisal["ear.wgpu-lora.failures"]] == ["device.names", "kernel.systems"]
 
 
 def test_freshness(tmp_path: Path, policy: Path, run: Run) -> None:
@@ -170,37 +170,37 @@ def test_a_statement_that_differs_from_its_evidence(tmp_path: Path) -> None:
         owner = DataOwner()
 
         def changed(stated: Any, change: Any = change, owner: DataOwner = owner) -> Any:
-            claims, *rest = change(stated)
+            claims, *extra = change(stated)
             job = {**claims["job"], "recipients": [owner.data.recipient]}
-            return ({**claims, "job": job}, *rest)
+            return ({**claims, "job": job}, *extra)
 
         directory = make_run(tmp_path / name, owner, {"statement-1": changed}, run=name, sessions=1).directory
-        found, appraised = verify(directory / "statement.json", owner.policy, None, time.time())
-        assert {failure.rule for failure in found.failures} == rules, name
+        result, appraised = verify(directory / "statement.json", owner.policy, None, time.time())
+        assert {failure.rule for failure in result.failures} == rules, name
         assert appraised.startswith("statement of a finished run of the job ")
 
 
 def test_a_statement_without_the_evidence_of_its_session(tmp_path: Path, run: Run, policy: Path) -> None:
     owner = DataOwner()
-    one, other = (make_run(tmp_path / name, owner, run=name, sessions=1).directory for name in ("one", "other"))
-    (one / "statement.json").write_bytes((other / "statement.json").read_bytes())
-    code, out, error = run(one / "statement.json", "--policy", policy)
+    first, other = (make_run(tmp_path / name, owner, run=name, sessions=1).directory for name in ("one", "other"))
+    (first / "statement.json").write_bytes((other / "statement.json").read_bytes())
+    code, out, error = run(first / "statement.json", "--policy", policy)
     assert (code, out) == (2, "")
     assert "not signed by a session" in error
-    (one / "evidence-1.json").unlink()
-    assert run(one / "statement.json", "--policy", policy)[0] == 2
+    (first / "evidence-1.json").unlink()
+    assert run(first / "statement.json", "--policy", policy)[0] == 2
 
 
 def test_a_run_stated_twice_is_not_believed(tmp_path: Path) -> None:
     owner = DataOwner()
-    made = make_run(tmp_path / "run", owner, sessions=1)
-    path = made.directory / "statement.json"
-    statement = dsse.verify(path.read_bytes(), made.keys[0].signing.public)
+    protected_run = make_run(tmp_path / "run", owner, sessions=1)
+    path = protected_run.directory / "statement.json"
+    statement = dsse.verify(path.read_bytes(), protected_run.keys[0].signing.public)
     products = statement["predicate"]["runDetails"]["byproducts"]
-    products.append(next(one for one in products if one["name"] == RUN))
-    path.write_bytes(dsse.sign(statement, made.keys[0].signing))
-    found, _ = verify(path, owner.policy, None, time.time())
-    assert {one.rule for one in found.failures} == {
+    products.append(next(product for product in products if product["name"] == RUN))
+    path.write_bytes(dsse.sign(statement, protected_run.keys[0].signing))
+    result, _ = verify(path, owner.policy, None, time.time())
+    assert {failure.rule for failure in result.failures} == {
         "statement.materials",
         "training.min_rows",
         "training.max_steps",
@@ -222,11 +222,11 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("machine")
 def test_a_machine_and_a_job_are_attested(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("attest", "--nonce", SHORT_NONCE)
-    found, out = load_evidence(tmp_path / "evidence.json"), " ".join(out.split())
+    evidence, out = load_evidence(tmp_path / "evidence.json"), " ".join(out.split())
     assert code == 0
-    assert "job" not in found.claims
+    assert "job" not in evidence.claims
     for text in (
-        found.claims["device"]["name"], found.sha256, found.recipient, "no quote There is no TPM",
+        evidence.claims["device"]["name"], evidence.sha256, evidence.recipient, "no quote There is no TPM",
         "level self-reported. Measured and stated by the program",
     ):  # fmt: skip
         assert text in out
@@ -237,7 +237,7 @@ def test_a_machine_and_a_job_are_attested(run: Run, tmp_path: Path) -> None:
     stated = load_evidence(tmp_path / "of the job.json").claims
     assert (stated["job"]["name"], stated["job"]["options"]["max_steps"]) == ("small", 7)
     assert stated["job"]["recipients"] == [hospital.owner.data.recipient]
-    assert [(one["role"], one["rows"]) for one in stated["job"]["data"]] == [("data", 12)]
+    assert [(entry["role"], entry["rows"]) for entry in stated["job"]["data"]] == [("data", 12)]
     assert set(stated["base"]) == {"name", "sha256", "hashed", "config_sha256"}
     assert stated["host"]["core_dumps"]
     assert "train.jsonl.age, 12 rows" in " ".join(out.split())

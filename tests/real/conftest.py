@@ -27,7 +27,7 @@ def opened(device: Device) -> Open:
 
 
 @pytest.fixture(params=BASES)
-def each(request: pytest.FixtureRequest, opened: Open) -> wgpu_lora.Model:
+def any_model(request: pytest.FixtureRequest, opened: Open) -> wgpu_lora.Model:
     """In every base dtype that is exact."""
     return opened(request.param)
 

@@ -32,11 +32,11 @@ def test_token_ids(gemma: wgpu_lora.Model) -> None:
 
 
 def test_logits(gemma: wgpu_lora.Model) -> None:
-    (found,) = full_logits(gemma, [Segment(np.array(VALUES["text_ids"][: cases.LOGIT_ROWS]))])
-    assert relative_error(found[:, :: cases.LOGIT_STRIDE], ARRAYS["logits"]) < 1e-4
+    (actual,) = full_logits(gemma, [Segment(np.array(VALUES["text_ids"][: cases.LOGIT_ROWS]))])
+    assert relative_error(actual[:, :: cases.LOGIT_STRIDE], ARRAYS["logits"]) < 1e-4
 
 
 def test_loss(gemma: wgpu_lora.Model) -> None:
-    found = wgpu_lora.evaluate(gemma, [{"input_ids": VALUES["text_ids"]}])
-    assert found.tokens == len(VALUES["text_ids"]) - 1
-    assert found.loss == pytest.approx(VALUES["loss"], rel=1e-4)
+    result = wgpu_lora.evaluate(gemma, [{"input_ids": VALUES["text_ids"]}])
+    assert result.tokens == len(VALUES["text_ids"]) - 1
+    assert result.loss == pytest.approx(VALUES["loss"], rel=1e-4)

@@ -31,11 +31,11 @@ def assert_same_training(model: Model, run: Path, case: str) -> None:
     assert [line["loss"] for line in log] == pytest.approx(first, rel=1e-3)
     assert [line["grad_norm"] for line in log] == pytest.approx(second, rel=1e-3)
     start = start_of(model.config)
-    found = cases.adapter_summary(matrices(run), start)
+    summary = cases.adapter_summary(matrices(run), start)
     expected = {key.removeprefix(f"{case}."): value for key, value in ARRAYS.items() if key.startswith(f"{case}.")}
-    np.testing.assert_allclose(found["moved"], expected.pop("moved"), rtol=1e-3)
+    np.testing.assert_allclose(summary["moved"], expected.pop("moved"), rtol=1e-3)
     for name, value in expected.items():
-        error = np.linalg.norm(found[name] - value) / np.linalg.norm(value - start[name])
+        error = np.linalg.norm(summary[name] - value) / np.linalg.norm(value - start[name])
         assert error < 1e-3, name
 
 
@@ -53,21 +53,21 @@ def test_chat_template(model: Model) -> None:
     assert model.tokenizer.render(prompt, add_generation_prompt=True) == VALUES["rendered_prompt"]
 
 
-def test_logits(each: Model) -> None:
-    (found,) = full_logits(each, [Segment(np.array(VALUES["text_ids"][: cases.LOGIT_ROWS]))])
-    assert relative_error(found[:, :: cases.LOGIT_STRIDE], ARRAYS["logits"]) < 1e-4
+def test_logits(any_model: Model) -> None:
+    (actual,) = full_logits(any_model, [Segment(np.array(VALUES["text_ids"][: cases.LOGIT_ROWS]))])
+    assert relative_error(actual[:, :: cases.LOGIT_STRIDE], ARRAYS["logits"]) < 1e-4
 
 
-def test_loss(each: Model) -> None:
-    found = wgpu_lora.evaluate(each, [{"input_ids": VALUES["text_ids"]}])
-    assert found.tokens == len(VALUES["text_ids"]) - 1
-    assert found.loss == pytest.approx(VALUES["loss"], rel=1e-4)
+def test_loss(any_model: Model) -> None:
+    result = wgpu_lora.evaluate(any_model, [{"input_ids": VALUES["text_ids"]}])
+    assert result.tokens == len(VALUES["text_ids"]) - 1
+    assert result.loss == pytest.approx(VALUES["loss"], rel=1e-4)
 
 
-def test_greedy_tokens(each: Model) -> None:
+def test_greedy_tokens(any_model: Model) -> None:
     prompt = [{"role": "user", "content": cases.PROMPTS[VALUES["prompt"]]}]
-    (found,) = wgpu_lora.answer(each, [prompt], max_new_tokens=len(VALUES["greedy"]))
-    assert found.token_ids == VALUES["greedy"]
+    (answer,) = wgpu_lora.answer(any_model, [prompt], max_new_tokens=len(VALUES["greedy"]))
+    assert answer.token_ids == VALUES["greedy"]
 
 
 def test_training_is_pefts(model: Model, trained: Path) -> None:
@@ -80,8 +80,8 @@ def test_answers_and_losses_after_training(model: Model, trained: Path) -> None:
     assert before.loss == pytest.approx(VALUES["sft_losses"][0], rel=1e-4)
     assert after.loss < 0.8 * before.loss
     prompts = [row["messages"][:-1] for row in cases.CHATS[: cases.ANSWERS]]
-    found = wgpu_lora.generate(model, prompts, adapter=trained, max_new_tokens=cases.ANSWER_TOKENS)
-    assert found == VALUES["answers"]
+    answers = wgpu_lora.generate(model, prompts, adapter=trained, max_new_tokens=cases.ANSWER_TOKENS)
+    assert answers == VALUES["answers"]
 
 
 def test_a_stopped_run_resumes_byte_for_byte(model: Model, tmp_path: Path) -> None:
@@ -119,11 +119,11 @@ def test_adapters_together_are_as_alone(model: Model, tmp_path: Path) -> None:
         alone = tmp_path / "alone" / name
         renamed = {"lora_r" if key == "rank" else key: value for key, value in values.items()}
         wgpu_lora.finetune(model, data=cases.CHATS[i:], output=alone, **{**steps, **renamed})
-        found, expected = load_file(tmp_path / name / WEIGHTS), load_file(alone / WEIGHTS)
-        assert found.keys() == expected.keys()
+        actual, expected = load_file(tmp_path / name / WEIGHTS), load_file(alone / WEIGHTS)
+        assert actual.keys() == expected.keys()
         for key, value in expected.items():
             if "lora_B" in key:  # which was zero
-                assert np.linalg.norm(found[key] - value) < 1e-4 * np.linalg.norm(value), f"{name} {key}"
+                assert np.linalg.norm(actual[key] - value) < 1e-4 * np.linalg.norm(value), f"{name} {key}"
 
 
 def test_chat(model: Model, trained: Path) -> None:
@@ -131,11 +131,11 @@ def test_chat(model: Model, trained: Path) -> None:
     settings = GenerationOptions(max_new_tokens=cases.ANSWER_TOKENS, system=cases.SYSTEM["content"])
     chat = Chat(model, {"catalogue": trained}, ("base", "catalogue"), settings)
     try:
-        heard = say(chat, cases.CHATS[1]["messages"][1]["content"])
-        assert heard["catalogue"] == VALUES["answers"][1] != heard["base"]
-        heard = say(chat, "And the rug?")
+        replies = say(chat, cases.CHATS[1]["messages"][1]["content"])
+        assert replies["catalogue"] == VALUES["answers"][1] != replies["base"]
+        replies = say(chat, "And the rug?")
         for name, adapter in (("base", None), ("catalogue", trained)):
-            asked = [cases.SYSTEM, *chat.lanes[name].messages[:-1]]
-            assert heard[name] == at_once(model, asked, adapter, max_new_tokens=cases.ANSWER_TOKENS)
+            messages = [cases.SYSTEM, *chat.lanes[name].messages[:-1]]
+            assert replies[name] == at_once(model, messages, adapter, max_new_tokens=cases.ANSWER_TOKENS)
     finally:
         chat.close()

@@ -48,9 +48,9 @@ def test_two_runs_on_one_page(runs: Path, tmp_path: Path, capsys: pytest.Capture
     assert facts["adapter_sha256"] in page.text
     order = [page.text.index(text) for text in ("Differences", "--learning-rate", "Losses", "Loss", "Record")]
     assert order == sorted(order)
-    drawn = {*PLOTS} - {"Reward", "Entropy", "Length of completions"}  # of runs that sample
-    assert {*drawn, "not measured"} == set(page.text) & {*PLOTS, "not measured"}
-    assert len(page.views) == len(drawn) * 7  # four axes, of which three are logarithmic too
+    plot_names = {*PLOTS} - {"Reward", "Entropy", "Length of completions"}  # of runs that sample
+    assert {*plot_names, "not measured"} == set(page.text) & {*PLOTS, "not measured"}
+    assert len(page.views) == len(plot_names) * 7  # four axes, of which three are logarithmic too
     assert len({view for view in page.views if "linear" in view}) == 4
 
 
@@ -68,14 +68,14 @@ def test_a_device_that_is_held_back_is_named(runs: Path) -> None:
 
 
 def test_what_differs_is_apart_from_what_does_not(runs: Path) -> None:
-    both = read_runs([runs / "first", runs / "second"])
-    differing, alike = map(dict, compare(both))
+    run_records = read_runs([runs / "first", runs / "second"])
+    differing, alike = map(dict, compare(run_records))
     assert differing["--learning-rate"] == ["0.0002", "0.001"]
     assert {"--eval-data", "held-out data, SHA-256"} <= set(differing)
     assert alike["--gradient-accumulation-steps"][0].isdecimal()
     assert {"--lora-r", "versions", "training data, SHA-256"} <= set(alike)
     assert not {"--output", "--resume"} & {*differing, *alike}
-    differing, alike = map(dict, compare(both[1:]))
+    differing, alike = map(dict, compare(run_records[1:]))
     assert {"--lora-r", "--learning-rate", "--model"} <= set(differing)
     assert "--lora-alpha" in alike
 
@@ -88,10 +88,10 @@ def test_losses_are_compared_where_they_can_be(runs: Path, tmp_path: Path) -> No
     assert best_run_sentence([second, other]) == "other has the lowest held-out loss at the end, 0.5000."
     assert best_run_sentence([second, other, other]).startswith("other and other have the lowest held-out loss")
     (dpo,) = read_runs([copied(runs, tmp_path / "dpo", {"options": {"objective": "dpo"}})])
-    said = "The held-out losses are of different objectives, so they cannot be compared."
-    assert best_run_sentence([second, dpo]) == said
-    (elsewhere,) = read_runs([copied(runs, tmp_path / "elsewhere", {"eval_data": {"digest": "another"}})])
-    assert "cannot be compared" in best_run_sentence([second, elsewhere])
+    sentence = "The held-out losses are of different objectives, so they cannot be compared."
+    assert best_run_sentence([second, dpo]) == sentence
+    (foreign_run,) = read_runs([copied(runs, tmp_path / "elsewhere", {"eval_data": {"digest": "another"}})])
+    assert "cannot be compared" in best_run_sentence([second, foreign_run])
 
 
 def test_a_fact_of_one_run_alone_moves_no_other(runs: Path, tmp_path: Path) -> None:
@@ -100,9 +100,9 @@ def test_a_fact_of_one_run_alone_moves_no_other(runs: Path, tmp_path: Path) -> N
     missing = {"held-out loss, before rounding": "not measured"}
     for order in ([first, second], [second, first]):
         head, rows = table(order, losses)
-        found = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
-        assert found[second.name] == {"run": second.name, **losses(second)}
-        assert found[first.name] == {"run": first.name, **losses(first), **missing}
+        losses_by_name = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+        assert losses_by_name[second.name] == {"run": second.name, **losses(second)}
+        assert losses_by_name[first.name] == {"run": first.name, **losses(first), **missing}
 
 
 def test_a_run_of_an_earlier_version(runs: Path, tmp_path: Path) -> None:
@@ -112,11 +112,11 @@ def test_a_run_of_an_earlier_version(runs: Path, tmp_path: Path) -> None:
         del facts["state"][key]
     (run / "run.json").write_text(json.dumps(facts))
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    kept = [{k: v for k, v in line.items() if "processed" not in k} for line in lines if line["step"]]
-    (run / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in kept))
-    (found,) = read_runs([run])
-    assert losses(found)["held-out loss, before"] == "not measured"
-    assert costs(found)["processed tokens/s"] == "not logged"
+    log_lines = [{k: v for k, v in line.items() if "processed" not in k} for line in lines if line["step"]]
+    (run / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in log_lines))
+    (record,) = read_runs([run])
+    assert losses(record)["held-out loss, before"] == "not measured"
+    assert costs(record)["processed tokens/s"] == "not logged"
     (run / "log.jsonl").unlink()
     assert main(["report", str(run), "--output", str(tmp_path / "out")]) == 0
     assert not page_of(tmp_path / "out").views
@@ -124,8 +124,8 @@ def test_a_run_of_an_earlier_version(runs: Path, tmp_path: Path) -> None:
 
 def test_what_was_profiled_is_said(runs: Path, tmp_path: Path) -> None:
     assert main(["report", str(runs / "second"), "--output", str(tmp_path)]) == 0
-    said = "second: qwen2, 2 layers in nf4, 2 x 16 tokens, rank 4 on all-linear, activations in f32, on zork (1.0)"
-    assert {said, "nf4_matmul", "<adamw>", "500.00 ms"} <= set(page_of(tmp_path).text)
+    words = "second: qwen2, 2 layers in nf4, 2 x 16 tokens, rank 4 on all-linear, activations in f32, on zork (1.0)"
+    assert {words, "nf4_matmul", "<adamw>", "500.00 ms"} <= set(page_of(tmp_path).text)
     (run,) = read_runs([runs / "second"])
     assert run.kernels == {"nf4_matmul": 0.5, "<adamw>": 0.25}  # lines of one kernel add up
 
@@ -143,15 +143,15 @@ def test_what_was_profiled_is_said(runs: Path, tmp_path: Path) -> None:
 )
 def test_a_profile_of_something_else_is_not_drawn(runs: Path, tmp_path: Path, change: Any, why: str) -> None:
     run = copied(runs, tmp_path / "run")
-    found: dict[str, Any] = profile_of(run, **(change or {}))
+    profile: dict[str, Any] = profile_of(run, **(change or {}))
     if change is None:
-        del found["work"]
-    (run / "profile.json").write_text("" if change == "" else json.dumps(found))
+        del profile["work"]
+    (run / "profile.json").write_text("" if change == "" else json.dumps(profile))
     assert main(["report", str(run), "--output", str(tmp_path)]) == 0
-    (said,) = [text for text in page_of(tmp_path).text if "not drawn" in text]
-    assert said.startswith("run: not drawn, because its ")
-    assert why in said
-    assert "profile --run RUN --json > RUN/profile.json" in said
+    (sentence,) = [text for text in page_of(tmp_path).text if "not drawn" in text]
+    assert sentence.startswith("run: not drawn, because its ")
+    assert why in sentence
+    assert "profile --run RUN --json > RUN/profile.json" in sentence
 
 
 def test_names_are_taken_as_they_are(runs: Path, tmp_path: Path) -> None:
@@ -166,9 +166,9 @@ def test_names_are_taken_as_they_are(runs: Path, tmp_path: Path) -> None:
 def test_points_by_every_axis(runs: Path) -> None:
     (run,) = read_runs([runs / "second"])
     assert [x for x, _ in run.points("loss", "step")] == [1, 2, 3, 4, 5, 6, 7]
-    held = run.points("eval_loss", "step")
-    assert [x for x, _ in held] == [0, 2, 4, 6, 7]
-    assert run.points("eval_loss", "tokens")[0] == (0, held[0][1])
+    points = run.points("eval_loss", "step")
+    assert [x for x, _ in points] == [0, 2, 4, 6, 7]
+    assert run.points("eval_loss", "tokens")[0] == (0, points[0][1])
     assert [round(x) for x, _ in run.points("loss", "progress")] == [14, 29, 43, 57, 71, 86, 100]
     assert replace(run, log=[]).points("loss", "progress") == []  # of one that failed at its first step
 
@@ -176,9 +176,9 @@ def test_points_by_every_axis(runs: Path) -> None:
 def test_a_short_run_is_readable_beside_a_long_one(runs: Path) -> None:
     first, second = read_runs([runs / "first", runs / "second"])
     more = [second.log[-1] | {"step": step, "tokens": 9 * step, "seconds": float(step)} for step in range(8, 3000)]
-    both = [first, replace(second, log=[*second.log, *more])]
-    assert (lengths_differ(both), lengths_differ(both[:1])) == (True, False)
-    loss = plots(both)[0]
+    records = [first, replace(second, log=[*second.log, *more])]
+    assert (lengths_differ(records), lengths_differ(records[:1])) == (True, False)
+    loss = plots(records)[0]
     by_log = next(view.chart for view in loss.views if view.axis == "step" and view.log)
     short_one = next(line for line in by_log.lines if line.name == "first")
     assert len(short_one.dots) == 7  # each of a few points is marked
@@ -214,9 +214,9 @@ def test_charts_take_what_they_get() -> None:
     ],
 )
 def test_ticks_are_round_and_apart(values: list[float], log: bool, ticks: list[str]) -> None:
-    found = Scale.from_zero(values, log).ticks()
-    assert [text for _, text in found] == ticks
-    assert all(0 <= place <= 1 for place, _ in found)
+    marks = Scale.from_zero(values, log).ticks()
+    assert [text for _, text in marks] == ticks
+    assert all(0 <= place <= 1 for place, _ in marks)
 
 
 def test_numbers_in_few_characters() -> None:
@@ -246,16 +246,16 @@ def test_a_pipelines_directory_stands_for_its_adapters(
     assert "not given" not in out
     assert main(["report", "a"]) == 0
     assert "trained together with these, but not given: b, c" in capsys.readouterr().out
-    for given, message in (
+    for arguments, message in (
         ("pipeline b", "b is given twice"),
         (".", "such as a b"),
         ("b/last", "holds a checkpoint"),
     ):
-        assert main(["report", *given.split()]) == 2
+        assert main(["report", *arguments.split()]) == 2
         assert message in capsys.readouterr().err
     Path("b", "run.json").unlink()
-    for given, message in (("b", "wait until it has ended"), ("pipeline", "trained an adapter in ")):
-        assert main(["report", given]) == 2
+    for arguments, message in (("b", "wait until it has ended"), ("pipeline", "trained an adapter in ")):
+        assert main(["report", arguments]) == 2
         assert message in capsys.readouterr().err
 
 
@@ -276,14 +276,14 @@ def test_refusals(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "run.json").write_text('{"state": 3}')
     (tmp_path / "file").write_text("")
     first, no_directory = runs / "first", f"{tmp_path / 'file'} is not a directory: choose another --output"
-    for given, output, message in (
+    for arguments, output, message in (
         ([first, runs / "second" / ".." / "first"], "out", "is given twice"),
         ([tmp_path / "none"], "out", "There is no directory"),
         ([tmp_path], "out", "cannot be read"),
         ([first], "file", no_directory),
         ([first], "file/below", no_directory),
     ):
-        assert main(["report", *map(str, given), "--output", str(tmp_path / output)]) == 2
+        assert main(["report", *map(str, arguments), "--output", str(tmp_path / output)]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -312,8 +312,8 @@ sys.exit(main(["report", *sys.argv[1:]]))
 @pytest.mark.skipif(os.name == "nt", reason="has no SIGTERM that is handled")
 def test_a_signal_while_it_writes_leaves_nothing(runs: Path, tmp_path: Path) -> None:
     arguments = [str(runs / "first"), "--output", str(tmp_path / "out")]
-    done = subprocess.run([sys.executable, "-c", ENDED, *arguments], capture_output=True, text=True)
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    process = subprocess.run([sys.executable, "-c", ENDED, *arguments], capture_output=True, text=True)
+    assert process.returncode == 128 + signal.SIGTERM, process.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -360,21 +360,21 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 def options(tmp_path: Path, **changes: Any) -> list[str]:
     data = write_jsonl(tmp_path / "rows.jsonl", *ROWS)
-    given = {"model": QWEN2, "data": data, "max_length": 64, "tune": False, "lora_r": 4}
-    return flags(**{name: value for name, value in {**given, **changes}.items() if value is not None})
+    defaults = {"model": QWEN2, "data": data, "max_length": 64, "tune": False, "lora_r": 4}
+    return flags(**{name: value for name, value in {**defaults, **changes}.items() if value is not None})
 
 
 def test_statistics_of_rows(run: Run, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    given = [*options(tmp_path), "--no-measure", "--page", page]
-    code, said, err = run("data", "stats", *given)
+    arguments = [*options(tmp_path), "--no-measure", "--page", page]
+    code, out, err = run("data", "stats", *arguments)
     assert code == 0, err
-    assert "lengths   p50 4, p90 20, p99 60, max 300 tokens\n" in said
-    assert "format    input_ids: 100 rows\n" in said
-    assert f"trained   50% of {sum(LENGTHS):,} tokens\n" in said
-    found = json.loads(run("data", "stats", *given, "--json").out)
-    assert found["lengths"] == {"p50": 4, "p90": 20, "p99": 60, "max": 300}
-    choices = {(one["max_length"], one["packing"]): one for one in found["choices"]}
+    assert "lengths   p50 4, p90 20, p99 60, max 300 tokens\n" in out
+    assert "format    input_ids: 100 rows\n" in out
+    assert f"trained   50% of {sum(LENGTHS):,} tokens\n" in out
+    report = json.loads(run("data", "stats", *arguments, "--json").out)
+    assert report["lengths"] == {"p50": 4, "p90": 20, "p99": 60, "max": 300}
+    choices = {(choice["max_length"], choice["packing"]): choice for choice in report["choices"]}
     assert {length for length, _ in choices} == {64, 128}  # as far as the model's positions
     at = choices[64, True]
     assert (at["cut"], at["lost"], at["tokens"]) == (1, 1, sum(LENGTHS) - 300)  # 64 of 300 tokens are not trained on
@@ -382,7 +382,7 @@ def test_statistics_of_rows(run: Run, tmp_path: Path) -> None:
     assert at["trained"] == pytest.approx((trained - 150) / trained)
     assert choices[64, False]["steps"] == -(-99 // 2)
     assert at["positions"] >= at["tokens"]
-    assert found["saved_by_packing"] == pytest.approx(1 - at["positions"] / choices[64, False]["positions"])
+    assert report["saved_by_packing"] == pytest.approx(1 - at["positions"] / choices[64, False]["positions"])
     text = page.read_text(encoding="utf-8")
     for words in ("Rows of rows.jsonl", '<th scope="row">4</th>', "Not measured.", "Steps an epoch"):
         assert words in text
@@ -391,9 +391,11 @@ def test_statistics_of_rows(run: Run, tmp_path: Path) -> None:
 
 def test_steps_are_those_of_the_run(run: Run, tmp_path: Path) -> None:
     for more in ({}, {"packing": False, "per_device_train_batch_size": 3}, {"validation_split": 0.2}):
-        given = options(tmp_path, **more)
-        stats = json.loads(run("data", "stats", *given, "--no-measure", "--json", "--page", tmp_path / "a.html").out)
-        plan = json.loads(run("plan", *given, "--num-train-epochs", 1, "--json").out)
+        arguments = options(tmp_path, **more)
+        stats = json.loads(
+            run("data", "stats", *arguments, "--no-measure", "--json", "--page", tmp_path / "a.html").out
+        )
+        plan = json.loads(run("plan", *arguments, "--num-train-epochs", 1, "--json").out)
         assert stats["this_run"]["steps"] == plan["steps"]
     assert stats["heldout"] == 20
 
@@ -402,26 +404,26 @@ def test_projected_time_and_cost(run: Run, tmp_path: Path) -> None:
     small = options(tmp_path, **SMALL | {"max_steps": 40, "eval_data": tmp_path / "rows.jsonl", "eval_steps": 10})
     code, out, err = run("plan", *small, "--measure", "--price-per-hour", 3600, "--json")
     assert code == 0, err
-    found = json.loads(out)["projection"]
-    assert set(found["stages"]) == {"loading and tuning", "compilation", TRAINING, HELDOUT}
-    assert found["seconds"] == pytest.approx(sum(found["stages"].values())) == found["cost"]
-    assert found["stages"][TRAINING] > 0 < found["stages"][HELDOUT]
+    projection = json.loads(out)["projection"]
+    assert set(projection["stages"]) == {"loading and tuning", "compilation", TRAINING, HELDOUT}
+    assert projection["seconds"] == pytest.approx(sum(projection["stages"].values())) == projection["cost"]
+    assert projection["stages"][TRAINING] > 0 < projection["stages"][HELDOUT]
     page = tmp_path / "page.html"
     more = ["--price-per-hour", 2, "--project", "qwen2.5-0.5b", "--page", page]
     pairs = [{"prompt_ids": [1, n % 40 + 1], "chosen_ids": [2, 3], "rejected_ids": [4]} for n in range(10)]
     data = write_jsonl(tmp_path / "pairs.jsonl", *pairs)
-    given = SMALL | {"data": data, "objective": "dpo", "precompute_ref_log_probs": True, "validation_split": 2}
-    code, said, err = run("data", "stats", *options(tmp_path, **given), *more)
+    changes = SMALL | {"data": data, "objective": "dpo", "precompute_ref_log_probs": True, "validation_split": 2}
+    code, stdout, err = run("data", "stats", *options(tmp_path, **changes), *more)
     assert code == 0, err
-    assert "format    prompt_ids, chosen_ids, rejected_ids: 10 rows" in said
-    assert "precomputed references" in said
-    assert "from 5 measured steps; saving is not counted" in said
+    assert "format    prompt_ids, chosen_ids, rejected_ids: 10 rows" in stdout
+    assert "precomputed references" in stdout
+    assert "from 5 measured steps; saving is not counted" in stdout
     code, out, err = run("plan", *small, "--target-seconds", 50, "--measure", "--json")
     assert code == 0, err
     timed = json.loads(out)["projection"]["stages"]  # held-out losses before and after it are not part of the time
     assert set(timed) == {"loading and tuning", TRAINING, HELDOUT}
     assert timed[TRAINING] == 50
-    assert "projected qwen2.5-0.5b: " in said
+    assert "projected qwen2.5-0.5b: " in stdout
     text = page.read_text(encoding="utf-8")
     assert "at 2 an hour" in text
     assert "qwen2.5-0.5b" in text
@@ -429,24 +431,24 @@ def test_projected_time_and_cost(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_projection_adds_its_stages_up() -> None:
-    found = Projection({"loading and tuning": 2.0, TRAINING: 3590.0, HELDOUT: 8.0}, 5, 2.0, 100, 10)
-    assert (found.total, found.steps, found.cost(1.5)) == (3600, 3598, 1.5)
-    assert found.rates() == {"tokens_per_second": 50, "samples_per_second": 5, "seconds": 3598}
+    projection = Projection({"loading and tuning": 2.0, TRAINING: 3590.0, HELDOUT: 8.0}, 5, 2.0, 100, 10)
+    assert (projection.total, projection.steps, projection.cost(1.5)) == (3600, 3598, 1.5)
+    assert projection.rates() == {"tokens_per_second": 50, "samples_per_second": 5, "seconds": 3598}
 
 
 def test_what_is_refused(run: Run, tmp_path: Path) -> None:
-    given = options(tmp_path)
+    arguments = options(tmp_path)
     rows = tmp_path / "rows.jsonl"
     before = rows.read_bytes()
     for command, words in (
-        (["data", "stats", *given, "--page", rows], "exists already and is not a page: give --page another name"),
-        (["data", "stats", *given, "--page", tmp_path], "is not a file"),
-        (["data", "stats", *given, "--page", tmp_path / "no" / "page.html"], "no of --page does not exist"),
-        (["data", "stats", *given, "--price-per-hour", "-1"], "--price-per-hour must be 0 or more, not -1"),
-        (["data", "stats", *given, "--price-per-hour", "nan"], "--price-per-hour must be 0 or more, not nan"),
-        (["data", "stats", *given, "--project", "qwen9"], "qwen9"),
-        (["data", "stats", *given, "--no-measure", "--price-per-hour", "1"], "need measured steps"),
-        (["plan", *given, "--price-per-hour", "1"], "--price-per-hour does nothing without --measure"),
+        (["data", "stats", *arguments, "--page", rows], "exists already and is not a page: give --page another name"),
+        (["data", "stats", *arguments, "--page", tmp_path], "is not a file"),
+        (["data", "stats", *arguments, "--page", tmp_path / "no" / "page.html"], "no of --page does not exist"),
+        (["data", "stats", *arguments, "--price-per-hour", "-1"], "--price-per-hour must be 0 or more, not -1"),
+        (["data", "stats", *arguments, "--price-per-hour", "nan"], "--price-per-hour must be 0 or more, not nan"),
+        (["data", "stats", *arguments, "--project", "qwen9"], "qwen9"),
+        (["data", "stats", *arguments, "--no-measure", "--price-per-hour", "1"], "need measured steps"),
+        (["plan", *arguments, "--price-per-hour", "1"], "--price-per-hour does nothing without --measure"),
         (["plan", *options(tmp_path, data=None), "--measure", "--adapters", f"{rows}:{tmp_path / 'a'}",
           "--adapters", f"{rows}:{tmp_path / 'b'}"], "Only the steps of a single adapter are measured"),
     ):  # fmt: skip

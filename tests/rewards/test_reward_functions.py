@@ -101,8 +101,8 @@ def rewards_of(name: str, completions: list[Any], **columns: Any) -> list[float 
     kind, _, argument = name.partition(":")
     function = BUILT_IN[kind](argument or None)
     ids = [list(range(len(text.split()))) for text in completions if isinstance(text, str)]
-    found = function(prompts=["p"] * len(completions), completions=completions, completion_ids=ids, **columns)
-    return list(found)
+    rewards = function(prompts=["p"] * len(completions), completions=completions, completion_ids=ids, **columns)
+    return list(rewards)
 
 
 def test_answers_are_compared_as_numbers_or_texts() -> None:
@@ -135,10 +135,10 @@ def test_formats_and_lengths() -> None:
     assert rewards_of("length:4", ["a b c d", "a b", "a " * 9]) == [1, 0.5, 0]
     assert rewards_of("overlong:4/2", ["a b", "a b c", "a b c d", "a " * 9]) == [0, -0.5, -1, -1]
     assert rewards_of("think_format", ["<think>a</think>b", "b", "<think><think></think>"]) == [1, 0, 0]
-    found = rewards_of("repetition:2", ["a b a b a b", "a b c", "a"])
-    assert found[0] is not None
-    assert math.isclose(found[0], 2 / 5 - 1)
-    assert found[1:] == [0, 0]
+    rewards = rewards_of("repetition:2", ["a b a b a b", "a b c", "a"])
+    assert rewards[0] is not None
+    assert math.isclose(rewards[0], 2 / 5 - 1)
+    assert rewards[1:] == [0, 0]
 
 
 def test_a_functions_text_goes_to_standard_error(file: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.serving import demo_tokenizer
-from support.sources import written
+from support.sources import write_source
 from support.tool_templates import TEMPLATES
 
 from wgpu_lora.assets import DEMO_MODEL
@@ -41,14 +41,14 @@ def tools(place: Path, *names: str, seconds: float = 20.0) -> Tools:
 
 
 def test_calls_and_their_failures(tmp_path: Path) -> None:
-    made = tools(tmp_path, "add", "shout", "broken")
-    add = made.schemas[0]["function"]
+    toolbox = tools(tmp_path, "add", "shout", "broken")
+    add = toolbox.schemas[0]["function"]
     assert (add["name"], add["description"]) == ("add", "The sum of two numbers.")
     assert add["parameters"]["required"] == ["a"]
     assert add["parameters"]["properties"]["b"]["type"] == "integer"
-    assert made.call("add", {"a": 3, "b": "4"}) == ("7", False)
-    assert made.call("shout", {"text": "a"}) == ("A", False)
-    assert made.call("shout", {"text": "\ud800"}) == ("?", False)
+    assert toolbox.call("add", {"a": 3, "b": "4"}) == ("7", False)
+    assert toolbox.call("shout", {"text": "a"}) == ("A", False)
+    assert toolbox.call("shout", {"text": "\ud800"}) == ("?", False)
     for name, arguments, text in [
         ("broken", {}, "KeyError"),
         ("add", {}, "Missing required argument"),
@@ -57,11 +57,11 @@ def test_calls_and_their_failures(tmp_path: Path) -> None:
         ("shout", {"text": "a" * 200_000}, "it returned 200,000 characters"),
         ("other", {}, "there is no tool 'other', but add, shout, broken"),
     ]:
-        result, failed = made.call(name, arguments)
+        result, failed = toolbox.call(name, arguments)
         assert failed
         assert text in json.loads(result)["error"]
         assert "errors.pydantic.dev" not in result
-    made.close()
+    toolbox.close()
     slow = tools(tmp_path, "slow", "add", seconds=0.5)
     assert "took more than 0.5 seconds" in slow.call("slow", {})[0]
     assert slow.call("add", {"a": 1}) == ("2", False)
@@ -74,27 +74,27 @@ def test_turns_behind_calls(family: str, tmp_path: Path) -> None:
     call = {"hermes": '<tool_call>{"name": "add", "arguments": {"a": 20}}</tool_call>',
             "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 20}}]',
             "llama": '{"name": "add", "parameters": {"a": 20}}'}[family]  # fmt: skip
-    made = ToolTurns(tools(tmp_path, "add"), tokenizer, most=1)
+    tool_turns = ToolTurns(tools(tmp_path, "add"), tokenizer, most=1)
     turns: list[dict[str, Any]] = []
     stop = tokenizer.token_id("<|im_end|>")
     assert stop is not None
-    more = made.follow(turns, [*tokenizer.encode(call), stop], True)
+    more = tool_turns.follow(turns, [*tokenizer.encode(call), stop], True)
     expected = "\n<|im_start|>tool\n21<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(more, skip_special_tokens=False) == expected
     assert [turn["role"] for turn in turns] == ["assistant", "tool"]
     assert turns[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 20}}
     assert turns[1]["content"] == "21"
-    assert made.follow(turns, [*tokenizer.encode(call), stop], True) == []  # beyond `most`
+    assert tool_turns.follow(turns, [*tokenizer.encode(call), stop], True) == []  # beyond `most`
     for arguments in ("[20]", '"20"', "null", '"{"'):
         odd, wrong = call.replace('{"a": 20}', arguments), list[dict[str, Any]]()
-        assert made.follow(wrong, [*tokenizer.encode(odd), stop], True)
+        assert tool_turns.follow(wrong, [*tokenizer.encode(odd), stop], True)
         assert wrong[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {}}
         assert "not a JSON object" in wrong[1]["content"]
-    assert made.counts() == (5, 4)
-    assert made.follow(turns, tokenizer.encode("It is 21."), False) == []
+    assert tool_turns.counts() == (5, 4)
+    assert tool_turns.follow(turns, tokenizer.encode("It is 21."), False) == []
     assert turns[-1] == {"role": "assistant", "content": "It is 21."}
-    assert made.counts() == (0, 0)
-    made.close()
+    assert tool_turns.counts() == (0, 0)
+    tool_turns.close()
 
 
 def test_a_run_with_tools(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_run_with_tools(tmp_path: Path) -> None:
     for file in DEMO_MODEL.iterdir():
         (model / file.name).symlink_to(file)
     options: dict[str, Any] = {
-        "model": str(model), "data": str(written(tmp_path / "rows.jsonl", rows)), "output": str(tmp_path / "run"),
+        "model": str(model), "data": str(write_source(tmp_path / "rows.jsonl", rows)), "output": str(tmp_path / "run"),
         "objective": "grpo", "reward_funcs": "accuracy", "tools": f"{tmp_path / 'tools.py'}:add", "max_steps": 2,
         "max_completion_length": 16, "num_generations": 2, "gradient_accumulation_steps": 4, "save_steps": 0,
     }  # fmt: skip
@@ -121,7 +121,7 @@ def test_a_run_with_tools(tmp_path: Path) -> None:
     prompt = run.rollouts.tokenizer.decode(run.stream.prepared.rows[0].input_ids, skip_special_tokens=False)
     assert '"description": "The sum of two numbers."' in prompt
     assert job.train().state.step == 2
-    texts = str(written(tmp_path / "texts.jsonl", [{"prompt": "What?"}] * 4))
+    texts = str(write_source(tmp_path / "texts.jsonl", [{"prompt": "What?"}] * 4))
     for changes, text in [
         ({"data": texts}, "tools are called in conversations"),
         ({"tools": f"{tmp_path / 'tools.py'}:nothing"}, "cannot be loaded"),

@@ -81,9 +81,9 @@ def lines(sample: str) -> list[str]:
 @pytest.mark.parametrize("gpu", SPILLING)
 def test_a_spilling_kernel_is_read_and_breaks_the_rule(gpu: str) -> None:
     sample, expected = SPILLING[gpu]
-    found = GPUS[gpu].parse(lines(sample))
-    assert found == expected
-    (sentence,) = violations([Answers(GPUS[gpu], 32, rows=[Row(CALL, found)])], NONE)
+    answer = GPUS[gpu].parse(lines(sample))
+    assert answer == expected
+    (sentence,) = violations([Answers(GPUS[gpu], 32, rows=[Row(CALL, answer)])], NONE)
     assert "nf4_matmul_backward nf4 nn (qwen2.5-0.5b) spills in its default tiling" in sentence
     assert sentence.endswith(f": {expected.spilled}")
 
@@ -99,7 +99,7 @@ def test_what_the_rule_lets_through() -> None:
     answers = Answers(GPUS["rdna3"], 32, rows=[Row(CALL, good)])
     assert violations([answers], NONE) == []
     bad = [replace(good, scratch=64), None]
-    answers.rows = [Row({**CALL, "default": False}, one, "the compiler crashed") for one in bad]
+    answers.rows = [Row({**CALL, "default": False}, answer, "the compiler crashed") for answer in bad]
     assert [text.rsplit(": ")[-1] for text in violations([answers], NONE)] == [
         "64 bytes of arrays",
         "the compiler crashed",
@@ -136,10 +136,10 @@ def test_a_loop_whose_test_stands_at_its_end_is_not_the_one_around_it() -> None:
 def test_dual_and_packed_instructions_of_amd_do_two() -> None:
     statistics = lines("amd")[-28:]
     dual = "\tv_dual_fmac_f32 v43, s8, v109 :: v_dual_mul_f32 v110, v110, v66 ; c806da08 2b6e856e"
-    both = "\tv_dual_fmac_f32 v65, s12, v95 :: v_dual_fmac_f32 v76, s12, v102 ; c800be0c 414ccc0c"
+    dual_pair = "\tv_dual_fmac_f32 v65, s12, v95 :: v_dual_fmac_f32 v76, s12, v102 ; c800be0c 414ccc0c"
     packed = "\tv_pk_fma_f16 v1, v2, v3, v4   ; 0"
-    found = parse_amd(["disasm:", "BB1:", dual, both, packed, "\ts_branch BB1 ; 0", *statistics])
-    assert found.loop == Loop(4, 3, 5, {F: 3, SCALAR: 1})
+    answer = parse_amd(["disasm:", "BB1:", dual, dual_pair, packed, "\ts_branch BB1 ; 0", *statistics])
+    assert answer.loop == Loop(4, 3, 5, {F: 3, SCALAR: 1})
 
 
 def test_workgroup_memory_is_in_nir_only() -> None:
@@ -167,11 +167,11 @@ def test_a_compiler_that_crashes_is_started_again_behind_the_crash(tmp_path: Pat
         echo '{MARKER}{{"end": true}}'"""
     )
     answers = ask(GPUS["rdna3"], 32, Place(("sh", str(child))), Selection())
-    crashed, *others = answers.rows
+    crashed, *remaining = answers.rows
     assert answers.device == "RX"
     assert crashed.compiled is None
     assert "crashed (exit code -11)" in crashed.error
-    assert [row.compiled for row in others] == [SPILLING["rdna3"][1]] * 2
+    assert [row.compiled for row in remaining] == [SPILLING["rdna3"][1]] * 2
     child.write_text("echo no device; exit 3")
     with pytest.raises(UserError, match=r"nothing was compiled \(exit code 3\):\s+no device"):
         ask(GPUS["rdna3"], 32, Place(("sh", str(child))), Selection())
@@ -224,9 +224,9 @@ DUAL = "v_dual_fmac_f32 v1, v2, v3 :: v_dual_fmac_f32 v4, v5, v6"
 def amd_loop(**counts: int) -> Loop:
     """A loop of instructions by name, each so many times."""
     body = [f"\t{DUAL if name == 'DUAL' else name} v1, v2 ; 0" for name, count in counts.items() for _ in range(count)]
-    found = parse_amd(["disasm:", "BB1:", *body, "\ts_cbranch_scc1 BB1 ; 0", *lines("amd")[-28:]]).loop
-    assert found
-    return found
+    loop = parse_amd(["disasm:", "BB1:", *body, "\ts_cbranch_scc1 BB1 ; 0", *lines("amd")[-28:]]).loop
+    assert loop
+    return loop
 
 
 STATISTICS = lines("nvidia")[lines("nvidia").index("Stage: compute") :]
@@ -235,24 +235,24 @@ STATISTICS = lines("nvidia")[lines("nvidia").index("Stage: compute") :]
 def nvidia_loop(**counts: int) -> Loop:
     names = [name.replace("_", ".") for name, count in counts.items() for _ in range(count)]
     body = ["block 1 L0 [0, 1] -> {", *(f"      r1 = {name} r2 r3 r4 // delay=1" for name in names), "} -> [1, 2]"]
-    found = parse_nvidia(["NAK IR", "block 0 L1 [] -> {", "} -> [1]", *body, *STATISTICS]).loop
-    assert found
-    return found
+    loop = parse_nvidia(["NAK IR", "block 0 L1 [] -> {", "} -> [1]", *body, *STATISTICS]).loop
+    assert loop
+    return loop
 
 
 def apple_loop(**counts: int) -> Loop:
     names = [name for name, count in counts.items() for _ in range(count)]
     code = [f" {4 * place:x}: 00 {name} r1_r2_r3_r4, r1l, 0, i32, xyzw" for place, name in enumerate(names)]
     code += [f" {4 * len(names):x}: 00 jmp_any {-4 * len(names)}", f" {4 * len(names) + 4:x}: 88 stop"]
-    found = parse_apple([*code, lines("apple")[-1]]).loop
-    assert found
-    return found
+    loop = parse_apple([*code, lines("apple")[-1]]).loop
+    assert loop
+    return loop
 
 
 def bounded(loop: Loop, rates: Rates) -> tuple[float, str]:
-    found = bound(loop, rates)
-    assert found
-    return found.share, found.port
+    limit = bound(loop, rates)
+    assert limit
+    return limit.share, limit.port
 
 
 # What the compilers made of the NF4 product of 16 rows and 4 columns, for Qwen2.5-7B's shape.
@@ -288,9 +288,9 @@ def test_matrix_units() -> None:
     assert bounded(amd, RDNA4) == (pytest.approx(256 / 294), "VALU")
     half = amd_loop(v_wmma_f16_16x16x16_f16=16, ds_load_b128=80)
     assert bounded(half, RDNA4) == (pytest.approx(256 / 640), "LDS")
-    found = bound(amd, RDNA3)
-    assert found
-    assert found.speed == pytest.approx(amd.multiply_adds / 550)
+    limit = bound(amd, RDNA3)
+    assert limit
+    assert limit.speed == pytest.approx(amd.multiply_adds / 550)
     nvidia = nvidia_loop(hmma_m16n8k16_f32=16, ld_shared_strong_cta_b128=8, iadd3=20)
     assert nvidia.multiply_adds == 16 * 2048 // 32
     assert bounded(nvidia, ADA) == (1, "tensor")
@@ -327,15 +327,15 @@ def test_a_subgroup_of_64_takes_twice_as_long_unless_both_halves_run_at_once() -
 
 
 def test_memory_is_counted_in_words() -> None:
-    found = amd_loop(
+    loop = amd_loop(
         v_fmac_f32_e32=1, ds_load_2addr_stride64_b64=1, ds_read2_b32=1, ds_store_b16=1, buffer_load_dwordx4=1
     )
-    assert (found.counts[Kind.WORKGROUP], found.counts[GLOBAL]) == (4 + 2 + 1, 4)
+    assert (loop.counts[Kind.WORKGROUP], loop.counts[GLOBAL]) == (4 + 2 + 1, 4)
     assert amd_loop(v_fmac_f32_e32=1, global_load_b96=2).counts[GLOBAL] == 6
-    found = nvidia_loop(ffma_ftz=1, st_shared_strong_cta_b128=1, ld_global_a64_constant_b32=1)
-    assert (found.counts[Kind.WORKGROUP], found.counts[GLOBAL]) == (4, 1)
-    found = apple_loop(ffma=1, lload=2, store=1, shr=1)
-    assert (found.counts[Kind.WORKGROUP], found.counts[GLOBAL], found.counts[Kind.SLOW_INTEGER]) == (8, 4, 1)
+    loop = nvidia_loop(ffma_ftz=1, st_shared_strong_cta_b128=1, ld_global_a64_constant_b32=1)
+    assert (loop.counts[Kind.WORKGROUP], loop.counts[GLOBAL]) == (4, 1)
+    loop = apple_loop(ffma=1, lload=2, store=1, shr=1)
+    assert (loop.counts[Kind.WORKGROUP], loop.counts[GLOBAL], loop.counts[Kind.SLOW_INTEGER]) == (8, 4, 1)
 
 
 def test_apple_issues_one_instruction_at_a_time() -> None:
@@ -367,7 +367,7 @@ def test_the_check_fails_if_a_bound_falls(capsys: pytest.CaptureFixture[str]) ->
 
 def test_tilings_by_bound() -> None:
     rows = [row(4, 0.5, True), row(8, 0.9, False, spilled=3), row(2, 0.4, False), row(1, 0.6, False)]
-    assert [one.tiling.cols for one in best_first(rows)] == [1, 4, 2, 8]
+    assert [item.tiling.cols for item in best_first(rows)] == [1, 4, 2, 8]
     (device,) = json.loads(json.dumps(to_json([Answers(GPUS["ada"], 32, rows=rows)], {})))["devices"]
     assert device["kernels"][0]["bound"]["cycles"] == {"issue": 1000, "FMA": 500, "integer": 1000}
     console = Console(width=200)
@@ -424,8 +424,8 @@ def test_the_nearest_gpu(vendor: int, name: str, gpu: str | None) -> None:
 
 def test_predictions_are_found_by_pipeline() -> None:
     def call(tiling: Tiling, default: bool) -> dict[str, Any]:
-        made = {"kernel": "matmul_nt", "constants": {"b_type": "f32"}, "bindings": ["a", "b", "y"]}
-        return {**made, "tiling": tiling.to_json(), "default": default}
+        fields = {"kernel": "matmul_nt", "constants": {"b_type": "f32"}, "bindings": ["a", "b", "y"]}
+        return {**fields, "tiling": tiling.to_json(), "default": default}
 
     used, other = call(Tiling("broadcast", 32, 16, 4, 4), True), call(Tiling(), False)
     answers = [Answers(GPUS["rdna3"], size, "RX 7900 XTX", "RADV") for size in (64, 32)]
@@ -433,10 +433,10 @@ def test_predictions_are_found_by_pipeline() -> None:
     predicted = json.loads(json.dumps(predictions_json(answers)))
     info = SimpleNamespace(vendor_id=0x1002, name="AMD Radeon RX 7600")
     device: Any = SimpleNamespace(info=info, capabilities=SimpleNamespace(subgroup_size=32))
-    found = nearest(device, predicted)
-    assert found is not None
-    assert (found["gpu"], found["subgroup_size"]) == ("rdna3", 32)
-    assert figures(found, [used, other]) == [
+    prediction = nearest(device, predicted)
+    assert prediction is not None
+    assert (prediction["gpu"], prediction["subgroup_size"]) == ("rdna3", 32)
+    assert figures(prediction, [used, other]) == [
         {"registers": 120, "spilled": 0, "occupancy": 12, "instructions": 900, "bound": None},
         None,
     ]

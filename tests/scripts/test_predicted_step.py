@@ -27,20 +27,20 @@ WORK = Work(0, True, 10**9, 10**9, 10**6, 10**6)
 
 def works(device: Device, selection: Selection) -> dict[str, Counter[Work]]:
     """Of the default tilings, by kernel."""
-    found = defaultdict[str, Counter[Work]](Counter)
+    work = defaultdict[str, Counter[Work]](Counter)
     for call in calls(selection, device):
-        found[call.kernel.name] += call.work
-    return found
+        work[call.kernel.name] += call.work
+    return work
 
 
-def multiply_adds(found: Counter[Work]) -> int:
-    return sum(count * work.multiply_adds for work, count in found.items())
+def multiply_adds(counter: Counter[Work]) -> int:
+    return sum(count * work.multiply_adds for work, count in counter.items())
 
 
 def test_the_work_of_a_step_is_that_of_its_formulas(device: Device) -> None:
     rows, length, rank = 2, 16, 4
     selection = Selection(("tiny-qwen3",), tokens=length, rank=rank, candidates=False, batch=rows)
-    found = works(device, selection)
+    work = works(device, selection)
     # Hidden 512, MLP 1,536, 8 layers, 8 heads of 64 with 4 of keys, vocabulary 4,096.
     tokens, layers, hidden = rows * length, 8, 512
     sizes = {"q": (512, 512), "k": (512, 256), "v": (512, 256), "o": (512, 512), "gate": (512, 1536), "up": (512, 1536)}
@@ -48,28 +48,28 @@ def test_the_work_of_a_step_is_that_of_its_formulas(device: Device) -> None:
     weights = layers * sum(size_in * out for size_in, out in sizes.values())
     ins, outs = (layers * sum(size[side] for size in sizes.values()) for side in (0, 1))
     first = 512 * (512 + 256 + 256)  # q, k and v of the first layer, whose input needs no gradient
-    assert multiply_adds(found["nf4_matmul"]) == tokens * (weights + rank * outs)
-    assert multiply_adds(found["nf4_matmul_backward"]) == tokens * (weights - first + rank * (ins - 3 * hidden))
-    assert multiply_adds(found["lora_nt"]) == tokens * rank * ins
-    assert multiply_adds(found["lora_nn"]) == tokens * rank * outs
-    assert multiply_adds(found["lora_tn"]) == tokens * rank * (ins + outs)
-    assert multiply_adds(found["matmul_nt"]) == multiply_adds(found["matmul_nn"]) == tokens * hidden * 4096
-    seen = rows * length * (length + 1) // 2
-    attention = [multiply_adds(found[f"attention_{name}"]) for name in ("forward", "backward_q", "backward_kv")]
-    assert attention == [products * layers * seen * 8 * 64 for products in (2, 3, 4)]
-    assert found["swiglu_forward"].total() % layers == 0
-    assert multiply_adds(found["swiglu_forward"]) == 0
+    assert multiply_adds(work["nf4_matmul"]) == tokens * (weights + rank * outs)
+    assert multiply_adds(work["nf4_matmul_backward"]) == tokens * (weights - first + rank * (ins - 3 * hidden))
+    assert multiply_adds(work["lora_nt"]) == tokens * rank * ins
+    assert multiply_adds(work["lora_nn"]) == tokens * rank * outs
+    assert multiply_adds(work["lora_tn"]) == tokens * rank * (ins + outs)
+    assert multiply_adds(work["matmul_nt"]) == multiply_adds(work["matmul_nn"]) == tokens * hidden * 4096
+    pairs = rows * length * (length + 1) // 2
+    attention = [multiply_adds(work[f"attention_{name}"]) for name in ("forward", "backward_q", "backward_kv")]
+    assert attention == [products * layers * pairs * 8 * 64 for products in (2, 3, 4)]
+    assert work["swiglu_forward"].total() % layers == 0
+    assert multiply_adds(work["swiglu_forward"]) == 0
 
 
 def test_bytes_of_bindings(device: Device) -> None:
-    found = works(device, Selection(("tiny-qwen3",), tokens=16, rank=4, candidates=False, batch=2))
-    (embedded,) = found["embedding_rows"]
+    counters = works(device, Selection(("tiny-qwen3",), tokens=16, rank=4, candidates=False, batch=2))
+    (embedded,) = counters["embedding_rows"]
     assert embedded.nbytes == 4 * 32 + 2 * 32 * 512 + 2 * 4 * 32 * 512  # ids, rows of the table in bf16, y twice
-    (added,) = {work.nbytes for work in found["swiglu_forward"]}
+    (added,) = {work.nbytes for work in counters["swiglu_forward"]}
     assert added == 3 * 4 * 32 * 1536
-    (head,) = found["matmul_nn"]
+    (head,) = counters["matmul_nn"]
     assert head.nbytes == 4 * 32 * 4096 + 2 * 4096 * 512 + 4 * 32 * 512 + 4  # logits, table, y once, count
-    wide = {work.nbytes for work in found["rmsnorm_backward"]}
+    wide = {work.nbytes for work in counters["rmsnorm_backward"]}
     assert {4 * (32 * 512 * 3 + 512 + 32), 4 * (32 * 512 * 4 + 512 + 32)} <= wide  # dx is written, or added to
 
 
@@ -77,13 +77,13 @@ def test_tiles_past_the_edge_take_time(device: Device) -> None:
     selection = Selection(("tiny-qwen3",), tokens=16, rank=4, candidates=False, batch=2)
     thin = works(device, selection)["lora_nt"]
     assert any(work.issued > work.multiply_adds for work in thin)  # 4 columns are no tile
-    assert all(work.issued >= work.multiply_adds for found in works(device, selection).values() for work in found)
+    assert all(work.issued >= work.multiply_adds for counter in works(device, selection).values() for work in counter)
 
 
 def row(work: dict[Work, int], loop: Loop | None = HALF, spilled: int = 0, threads: int = 64) -> Row:
     tiling = Tiling(lanes=threads)
     call: dict[str, Any] = {"kernel": "product", "constants": {}, "bindings": [], "tiling": tiling.to_json()}
-    call["work"] = [[asdict(one), count] for one, count in work.items()]
+    call["work"] = [[asdict(item), count] for item, count in work.items()]
     return Row(call, Compiled(100, spilled, 0, 0, 12, 100, loop), bound=loop and bound(loop, RDNA3.rates, threads))
 
 
@@ -123,11 +123,11 @@ def test_the_fastest_tiling_of_each_call_that_does_not_spill() -> None:
     fast, faster = (Loop(50 + more, 50, 100, {Kind.MULTIPLY_ADD: 50, Kind.INTEGER: more}) for more in (25, 0))
     rows = [row({WORK: 2, replace(WORK, number=1): 1}), row({other: 2}, fast), row({other: 2}, faster, spilled=1)]
     answers = Answers(RDNA3, 64, driver="Mesa", rows=rows)
-    default, chosen = (pieces(answers, fastest) for fastest in (False, True))
-    assert [one.bound for one in default] == [0.5, 0.5]
-    assert [one.bound for one in chosen] == [pytest.approx(2 / 3), 0.5]
-    assert seconds(chosen) == pytest.approx((2 * 0.75 + 1) / 3 * seconds(default))
-    assert limits(chosen) == "0.67 VALU"
+    default, best = (pieces(answers, fastest) for fastest in (False, True))
+    assert [item.bound for item in default] == [0.5, 0.5]
+    assert [item.bound for item in best] == [pytest.approx(2 / 3), 0.5]
+    assert seconds(best) == pytest.approx((2 * 0.75 + 1) / 3 * seconds(default))
+    assert limits(best) == "0.67 VALU"
     selection = Selection(("qwen2.5-7b",), batch=4)
     text = report({"f32": [replace(answers, rows=rows[:1])], "f16": [answers]}, selection, "--step qwen2.5-7b")
     assert "| `product` | 3 | 0.01 | 0.0 | 0.2 | 0.50 VALU | 0.2 | 0.67 VALU | 100.0% |" in text

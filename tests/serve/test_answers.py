@@ -87,14 +87,14 @@ def test_a_stop_text_ends_the_answer_across_tokens(stream: bool) -> None:
     text = "one two three four five six"
     assert len(TOKENIZER.encode(" three")) > 1
     with serving(lambda: saying(text)) as server:
-        asked: Any = server.client.chat.completions.create(
+        response: Any = server.client.chat.completions.create(
             model="base", messages=ASK, stop=[" three", "never"], stream=stream
         )
         if stream:
-            chunks = [chunk.choices[0] for chunk in asked]
+            chunks = [chunk.choices[0] for chunk in response]
             answer, end = "".join(choice.delta.content or "" for choice in chunks), chunks[-1].finish_reason
         else:
-            answer, end = asked.choices[0].message.content, asked.choices[0].finish_reason
+            answer, end = response.choices[0].message.content, response.choices[0].finish_reason
     assert (answer, end) == ("one two", "stop")
 
 
@@ -117,7 +117,7 @@ def test_log_probabilities_are_those_of_the_engine(server: Serving, client: Open
     assert raw.decode("utf-8", "replace") == answer.choices[0].message.content
     for token in logprobs.content:  # greedy
         assert token.top_logprobs[0].token == token.token
-        assert [one.logprob for one in token.top_logprobs] == sorted(
+        assert [logprob.logprob for logprob in token.top_logprobs] == sorted(
             (o.logprob for o in token.top_logprobs), reverse=True
         )
 
@@ -159,20 +159,20 @@ def test_prompts_of_texts_and_tokens_are_the_same(client: OpenAI) -> None:
 
 
 def test_options_of_sampling_reach_the_engine() -> None:
-    seen: list[Any] = []
-    with serving(lambda: FakeEngine(script=lambda request: seen.append(request) or [])) as server:
+    requests: list[Any] = []
+    with serving(lambda: FakeEngine(script=lambda request: requests.append(request) or [])) as server:
         server.client.chat.completions.create(
             model="base", messages=ASK, temperature=0.5, top_p=0.9, presence_penalty=0.1, frequency_penalty=-0.2,
             logit_bias={"7": -100}, seed=3, max_completion_tokens=9,
             extra_body={"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "stop_token_ids": [8]},
         )  # fmt: skip
         server.client.chat.completions.create(model="base", messages=ASK)
-    given, unset = seen
-    sampler = given.sampling
+    full, unset = requests
+    sampler = full.sampling
     assert (sampler.temperature, sampler.top_p, sampler.top_k, sampler.min_p) == (0.5, 0.9, 5, 0.1)
     assert (sampler.repetition_penalty, sampler.presence_penalty, sampler.frequency_penalty) == (1.2, 0.1, -0.2)
-    assert (sampler.logit_bias, sampler.seed, given.max_new_tokens) == ({7: -100.0}, 3, 9)
-    assert set(given.stop_ids) == {8, *TOKENIZER.stop_ids}
+    assert (sampler.logit_bias, sampler.seed, full.max_new_tokens) == ({7: -100.0}, 3, 9)
+    assert set(full.stop_ids) == {8, *TOKENIZER.stop_ids}
     assert (unset.sampling.temperature, unset.sampling.top_k) == (1.0, 0)
     assert len(unset.prompt) + unset.max_new_tokens == 256  # as many as there is room for
 

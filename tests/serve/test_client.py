@@ -45,9 +45,9 @@ def test_generate_asks_a_server(server: Serving, capsys: pytest.CaptureFixture[s
     rows = [{"prompt": "one", "id": 1}, {"messages": [{"role": "user", "content": "two"}], "id": 2}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main([*ask, "--prompts", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]) == 0
-    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [(row["id"], row["response"]) for row in found] == [(1, "2 tuned: one"), (2, "2 tuned: two")]
-    assert found[0]["tokens"] == len(TOKENIZER.encode("2 tuned: one"))
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["response"]) for row in answers] == [(1, "2 tuned: one"), (2, "2 tuned: two")]
+    assert answers[0]["tokens"] == len(TOKENIZER.encode("2 tuned: one"))
 
 
 def test_chat_keeps_the_conversation(
@@ -58,20 +58,20 @@ def test_chat_keeps_the_conversation(
     assert capsys.readouterr().out == "2 None: one\n4 None: two\n2 None: three\n"
 
 
-@pytest.mark.parametrize(("given", "expected"), [([], 100), (["--max-new-tokens", "3"], 3)])
+@pytest.mark.parametrize(("options", "expected"), [([], 100), (["--max-new-tokens", "3"], 3)])
 def test_chat_asks_for_what_a_small_server_allows(
-    monkeypatch: pytest.MonkeyPatch, given: list[str], expected: int
+    monkeypatch: pytest.MonkeyPatch, options: list[str], expected: int
 ) -> None:
-    asked: list[tuple[int, int | None]] = []
+    requests: list[tuple[int, int | None]] = []
 
     def script(request: Request) -> list[int]:
-        asked.append((len(request.prompt), request.max_new_tokens))
+        requests.append((len(request.prompt), request.max_new_tokens))
         return [300]
 
     with serving(lambda: FakeEngine(script=script, max_model_len=100)) as small:
         monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
-        assert main(["chat", "--url", small.url, *given]) == 0
-    prompt, new = asked[0]
+        assert main(["chat", "--url", small.url, *options]) == 0
+    prompt, new = requests[0]
     assert new == min(expected, 100 - prompt)
 
 
@@ -91,8 +91,8 @@ def test_chat_asks_for_what_a_small_server_allows(
 def test_what_a_server_cannot_do_is_one_sentence(
     server: Serving, capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
 ) -> None:
-    given = [server.url if argument == "URL" else argument for argument in arguments]
-    assert main(["generate", "--prompt", "x", *given]) == 2
+    options = [server.url if argument == "URL" else argument for argument in arguments]
+    assert main(["generate", "--prompt", "x", *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert part in line
 
@@ -146,20 +146,20 @@ def test_a_server_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path
             "bench", "serve", "--url", server.url, "--model", "tuned", "--model", "base", "--num-prompts", "8",
             "--max-concurrency", "1,4", "--input-len", "5", "--output-len", "12", "--json", str(path),
         ]) == 0  # fmt: skip
-    one, four = map(json.loads, path.read_text().splitlines())
-    assert (one["max_concurrency"], four["max_concurrency"]) == (1, 4)
-    assert one["completed"] == 8
-    assert one["total_output_tokens"] == 8 * 12
-    assert one["median_tpot_ms"] > 4
-    assert four["output_throughput"] > one["output_throughput"]
+    single, four = map(json.loads, path.read_text().splitlines())
+    assert (single["max_concurrency"], four["max_concurrency"]) == (1, 4)
+    assert single["completed"] == 8
+    assert single["total_output_tokens"] == 8 * 12
+    assert single["median_tpot_ms"] > 4
+    assert four["output_throughput"] > single["output_throughput"]
     assert "TTFT p50" in capsys.readouterr().out
 
 
 def test_figures_are_what_their_names_say() -> None:
-    found = figures([(3, 3, [0.1, 0.2, 0.4]), (5, 2, [0.3, 0.4])], 2.0, 2)
-    assert found["request_throughput"] == 1
-    assert found["output_throughput"] == 2.5
-    assert found["total_input_tokens"] == 8
-    assert found["mean_ttft_ms"] == pytest.approx(200)
-    assert found["mean_tpot_ms"] == pytest.approx(125)
-    assert found["median_itl_ms"] == pytest.approx(100)
+    values = figures([(3, 3, [0.1, 0.2, 0.4]), (5, 2, [0.3, 0.4])], 2.0, 2)
+    assert values["request_throughput"] == 1
+    assert values["output_throughput"] == 2.5
+    assert values["total_input_tokens"] == 8
+    assert values["mean_ttft_ms"] == pytest.approx(200)
+    assert values["mean_tpot_ms"] == pytest.approx(125)
+    assert values["median_itl_ms"] == pytest.approx(100)

@@ -104,8 +104,8 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     path = draw(st.sampled_from(list(PATHS)))
     fields = {info.alias or name: info.is_required() for name, info in PATHS[path].model_fields.items()}
     body: dict[str, Any] = {}
-    chosen = draw(st.sets(st.sampled_from([*fields, *schema.REFUSED]), max_size=5))
-    for name in {*chosen, *(name for name, required in fields.items() if required)}:
+    optional = draw(st.sets(st.sampled_from([*fields, *schema.REFUSED]), max_size=5))
+    for name in {*optional, *(name for name, required in fields.items() if required)}:
         right = RIGHT.get(name, SCALAR)
         body[name] = draw(right if draw(st.integers(0, 9)) else ANY)
     if "completions" in path and draw(st.integers(0, 9)) != 0:

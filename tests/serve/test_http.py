@@ -105,11 +105,11 @@ def test_other_methods_types_and_lengths(server: Serving) -> None:
     with serving(limits=Limits(body=1000, seconds=0.3)) as small:
         long = httpx.post(f"{small.url}/v1/completions", json={"prompt": "x" * 1000})
         assert (long.status_code, "1,000 bytes" in long.text) == (413, True)
-        with socket.create_connection(("127.0.0.1", int(small.url.rpartition(":")[2]))) as one:
-            one.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", int(small.url.rpartition(":")[2]))) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
                         b"Content-Length: 9\r\n\r\n{")  # fmt: skip
-            one.settimeout(10)
-            assert b" 408 " in one.recv(4096)
+            connection.settimeout(10)
+            assert b" 408 " in connection.recv(4096)
 
 
 def test_keys_hosts_and_origins() -> None:
@@ -183,16 +183,16 @@ def test_a_lost_device_ends_what_runs_and_the_engine_is_made_again_once() -> Non
 
         run_and_lose()
         assert len(results) == 2
-        assert all(isinstance(one, openai.APIError) and "was lost" in str(one) for one in results)
-        assert {one.status_code for one in results if isinstance(one, openai.APIStatusError)} == {503}
-        assert [engine.closed for engine in server.made] == [True, False]
+        assert all(isinstance(error, openai.APIError) and "was lost" in str(error) for error in results)
+        assert {error.status_code for error in results if isinstance(error, openai.APIStatusError)} == {503}
+        assert [engine.closed for engine in server.engines] == [True, False]
         assert server.client.completions.create(model="tuned", prompt="x", max_tokens=3).choices[0].text
         run_and_lose()
         until(lambda: server.engine.failure)
         assert httpx.get(f"{server.url}/health").status_code == 503
         after = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
         assert (after.status_code, after.json()["error"]["type"]) == (503, "service_unavailable_error")
-        assert len(server.made) == 2
+        assert len(server.engines) == 2
 
 
 def test_the_engine_is_called_from_one_thread(server: Serving) -> None:

@@ -146,8 +146,8 @@ def test_a_unix_socket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_wrong_options_are_refused(
     capsys: pytest.CaptureFixture[str], adapters: dict[str, Path], arguments: list[str], part: str
 ) -> None:
-    given = [str(adapters["a0"]) if argument == "ADAPTER" else argument for argument in arguments]
-    assert main(["serve", "--model", "demo", "--port", "0", *given]) == 2
+    options = [str(adapters["a0"]) if argument == "ADAPTER" else argument for argument in arguments]
+    assert main(["serve", "--model", "demo", "--port", "0", *options]) == 2
     assert part in capsys.readouterr().err
 
 

@@ -60,9 +60,9 @@ def test_calls_are_the_same_in_any_pieces(form: ToolFormat, text: str, content: 
     pieces = [parser.push(text[at : at + size]) for at in range(0, len(text), size)]
     pieces.append(parser.push("", last=True))
     assert "".join(piece for piece, _ in pieces).strip() == content.strip()
-    found = [call for _, some in pieces for call in some]
-    assert [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in found] == calls
-    assert len({one["id"] for one in found}) == len(found)
+    tool_calls = [call for _, some in pieces for call in some]
+    assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in tool_calls] == calls
+    assert len({call["id"] for call in tool_calls}) == len(tool_calls)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -77,15 +77,15 @@ def test_a_model_calls_a_tool_and_hears_its_result(stream: bool) -> None:
 
     with serving(lambda: FakeEngine(script=script, max_model_len=1024), template=TEMPLATES["hermes"]) as server:
         create = server.client.chat.completions.create
-        asked: Any = create(model="base", messages=ASK, tools=[WEATHER], stream=stream)
+        response: Any = create(model="base", messages=ASK, tools=[WEATHER], stream=stream)
         if stream:
-            deltas = [chunk.choices[0].delta for chunk in asked]
+            deltas = [chunk.choices[0].delta for chunk in response]
             content = "".join(delta.content or "" for delta in deltas)
             calls = [call for delta in deltas for call in delta.tool_calls or []]
             assert [call.index for call in calls] == [0]
         else:
-            assert asked.choices[0].finish_reason == "tool_calls"
-            content, calls = asked.choices[0].message.content, asked.choices[0].message.tool_calls
+            assert response.choices[0].finish_reason == "tool_calls"
+            content, calls = response.choices[0].message.content, response.choices[0].message.tool_calls
         assert content.strip() == "I look."
         assert (calls[0].function.name, calls[0].function.arguments) == ("weather", '{"city": "Oslo"}')
         call = {"id": calls[0].id, "type": "function", "function": calls[0].function.model_dump()}

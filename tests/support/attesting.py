@@ -66,5 +66,5 @@ def claimed(keys: SessionKeys, job: Job, **changes: Any) -> dict[str, Any]:
     """Claims as `claims.gather` makes them, without measuring; `changes` replace some."""
     with pytest.MonkeyPatch.context() as patch:
         quick(patch)
-        found = claims.gather(DEVICE, nonce=NONCE, keys=keys, job=job, base=BASE)
-    return {**found, **changes}
+        evidence = claims.gather(DEVICE, nonce=NONCE, keys=keys, job=job, base=BASE)
+    return {**evidence, **changes}

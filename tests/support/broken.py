@@ -16,12 +16,12 @@ Break = Callable[..., None]
 
 
 def breaking(monkeypatch: pytest.MonkeyPatch) -> Break:
-    """A driver whose shaders of a kernel write nothing, or do not compile, in the tilings chosen by `which`."""
+    """A driver whose shaders of a kernel write nothing, or do not compile, in the tilings chosen by `matches`."""
     compute_pipeline = Kernel.compute_pipeline
 
-    def breaks(name: str, which: Callable[[Tiling], bool] = lambda _: True, compiles: bool = True) -> None:
+    def breaks(name: str, matches: Callable[[Tiling], bool] = lambda _: True, compiles: bool = True) -> None:
         def compile(self: Kernel, device: Device, present: Any, constants: Any, tiling: Tiling) -> Any:
-            if self.name != name or not which(tiling):
+            if self.name != name or not matches(tiling):
                 return compute_pipeline(self, device, present, constants, tiling)
             if not compiles:
                 raise ShaderError(name, "register\n  allocation failed\n")

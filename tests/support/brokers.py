@@ -71,13 +71,13 @@ class Served:
 
     process: subprocess.Popen[str]
     url: str
-    said: list[str]
+    output: list[str]
 
     def end(self, number: int) -> int:
-        """Send it a signal, and wait. Its last lines are then in `said`."""
+        """Send it a signal, and wait. Its last lines are then in `output`."""
         self.process.send_signal(number)
         assert self.process.stdout
-        self.said += self.process.stdout.readlines()
+        self.output += self.process.stdout.readlines()
         return self.process.wait(20)
 
 
@@ -92,16 +92,16 @@ def serving(owner: Owner, *more: str, **environment: str) -> Iterator[Served]:
         text=True,
         env={**os.environ, **environment},
     )
-    said: list[str] = []
+    output: list[str] = []
     try:
         assert process.stdout
         for line in process.stdout:
-            said.append(line)
-            if found := re.search(r"Listening on (\S+)", line):
-                yield Served(process, found[1], said)
+            output.append(line)
+            if match := re.search(r"Listening on (\S+)", line):
+                yield Served(process, match[1], output)
                 break
         else:
-            raise AssertionError(f"the broker did not start: {said}")
+            raise AssertionError(f"the broker did not start: {output}")
     finally:
         process.kill()
         process.wait()

@@ -74,7 +74,9 @@ class Browser:
                 details = values["exceptionDetails"]
                 self.errors.append(details.get("exception", {}).get("description") or details["text"])
             case "Runtime.consoleAPICalled" if values["type"] == "error":
-                self.errors.append(str([one.get("value", one.get("description")) for one in values["args"]]))
+                self.errors.append(
+                    str([argument.get("value", argument.get("description")) for argument in values["args"]])
+                )
             case "Log.entryAdded" if values["entry"]["level"] == "error":
                 self.errors.append(f"{values['entry']['text']} {values['entry'].get('url', '')}")
             case "Network.requestWillBeSent":

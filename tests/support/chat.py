@@ -27,14 +27,14 @@ def make_models(directory: Path) -> Path:
 
 
 @contextmanager
-def chats(model: LoadedModel, made: Path) -> Iterator[Callable[..., Chat]]:
+def chats(model: LoadedModel, directory: Path) -> Iterator[Callable[..., Chat]]:
     """Begins chats with those of these names, and closes them."""
     opened: list[Chat] = []
 
     def start(*names: str, max_length: int | None = None, **settings: Any) -> Chat:
-        adapters = {name: made / name for name in names if name != "base"}
-        chosen = GenerationOptions(**{"max_new_tokens": TOKENS, **settings})
-        opened.append(Chat(model, adapters, names or ("base",), chosen, max_length))
+        adapters = {name: directory / name for name in names if name != "base"}
+        options = GenerationOptions(**{"max_new_tokens": TOKENS, **settings})
+        opened.append(Chat(model, adapters, names or ("base",), options, max_length))
         return opened[-1]
 
     yield start
@@ -43,10 +43,10 @@ def chats(model: LoadedModel, made: Path) -> Iterator[Callable[..., Chat]]:
 
 
 def say(chat: Chat, text: str) -> dict[str, str]:
-    heard = dict.fromkeys(chat.lanes, "")
+    reply = dict.fromkeys(chat.lanes, "")
     for name, piece in chat.ask(text):
-        heard[name] += piece
-    return heard
+        reply[name] += piece
+    return reply
 
 
 def at_once(model: LoadedModel, messages: list[dict[str, Any]], adapter: Path | None = None, **options: Any) -> str:

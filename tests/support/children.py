@@ -26,9 +26,9 @@ def answer(message: Any) -> Any:
         case "leave":
             os._exit(3)
         case "take":
-            kept = []
+            blocks = []
             while True:
-                kept.append(bytearray(10 << 20))
+                blocks.append(bytearray(10 << 20))
                 time.sleep(0.02)
         case "flood":
             return "a" * (2 << 20)

@@ -27,11 +27,11 @@ SMALL = {
 
 def flags(**options: Any) -> list[str]:
     """Options as the command line takes them."""
-    made: list[str] = []
+    arguments: list[str] = []
     for name, value in options.items():
         text = name.replace("_", "-")
-        made += [f"--{'' if value else 'no-'}{text}"] if isinstance(value, bool) else [f"--{text}", str(value)]
-    return made
+        arguments += [f"--{'' if value else 'no-'}{text}"] if isinstance(value, bool) else [f"--{text}", str(value)]
+    return arguments
 
 
 def write_rows(path: Path, rows: list[Any] | None = None) -> Path:

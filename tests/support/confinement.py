@@ -52,9 +52,9 @@ def returned(code: str, *args: Any, timeout: float = 10.0) -> Any:
     with SandboxProcess(code, timeout, False) as process:
         process.send(code, [("attack", plain_data.dump(list(args)), plain_data.dump({}))])
         assert process.next() == ("parsed", "")
-        kind, said = process.next()
-    assert kind == "value", said
-    return plain_data.load(said)
+        kind, value = process.next()
+    assert kind == "value", value
+    return plain_data.load(value)
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def nothing_left() -> Iterator[None]:
     """
     places = [Path("/tmp"), Path("/dev/shm"), Path.cwd(), Path.home()]
 
-    def held() -> set[object]:
+    def descriptors() -> set[object]:
         links = {os.path.realpath(entry.path) for entry in os.scandir("/proc/self/fd")}
         pipes = {link for link in links if Path(link).name.startswith("pipe:")}
         return pipes | {thread for thread in threading.enumerate() if thread.name == LISTENER}
@@ -73,14 +73,14 @@ def nothing_left() -> Iterator[None]:
     def children() -> set[int]:
         return {child.pid for child in psutil.Process().children(recursive=True)}
 
-    known, holding = [set(os.listdir(place)) for place in places], held()
+    names_before, descriptors_before = [set(os.listdir(place)) for place in places], descriptors()
     processes = children()
     yield
     assert children() <= processes
-    assert not held() - holding
-    for place, before in zip(places, known, strict=True):
-        made = set(os.listdir(place)) - before
-        assert not [name for name in made if "attack" in name or name.startswith("wgpu-lora-check-")]
+    assert not descriptors() - descriptors_before
+    for place, before in zip(places, names_before, strict=True):
+        names = set(os.listdir(place)) - before
+        assert not [name for name in names if "attack" in name or name.startswith("wgpu-lora-check-")]
 
 
 def blocks(text: str) -> dict[str, str]:

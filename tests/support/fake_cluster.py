@@ -30,8 +30,8 @@ UNIT = "r/a"
 
 
 def device_facts(address: str, index: int = 0, name: str = "llvmpipe", **more: Any) -> DeviceFacts:
-    given = {"driver": "Mesa", "kind": "CPU", "backend": "Vulkan", "plan_class": "p", "budget": 1 << 30, **more}
-    return DeviceFacts(f"webgpu:{name}-{index}", address, index, name, **given)
+    facts = {"driver": "Mesa", "kind": "CPU", "backend": "Vulkan", "plan_class": "p", "budget": 1 << 30, **more}
+    return DeviceFacts(f"webgpu:{name}-{index}", address, index, name, **facts)
 
 
 def node_facts(host: str, *devices: DeviceFacts, versions: Versions = VERSIONS) -> NodeFacts:
@@ -44,7 +44,7 @@ def task_view(name: str, state: str = "running", step: int = 1, **more: Any) -> 
 
 
 def snapshot(*tasks: TaskView, over: bool = False, nodes: tuple[NodeFacts, ...] = (), **more: Any) -> Snapshot:
-    views = [DeviceView(one, "busy") for node in nodes for one in node.devices]
+    views = [DeviceView(device, "busy") for node in nodes for device in node.devices]
     return Snapshot(0.0, [RunView("r", "me@here", 0.0, over)], list(tasks), views, list(nodes), **more)
 
 
@@ -102,9 +102,9 @@ class FakeCluster:
         snapshot = self.snapshots.pop(0) if len(self.snapshots) > 1 else self.snapshots[0]
         if snapshot is None:
             raise ClusterGone("The cluster does not answer: see whether its head is running.")
-        if run is not None and all(one.name != run for one in snapshot.runs):
+        if run is not None and all(view.name != run for view in snapshot.runs):
             raise UserError(f"No run {run}.")
-        tasks = [replace(one, fetched=one.fetched or one.name in self.fetched) for one in snapshot.tasks]
+        tasks = [replace(task, fetched=task.fetched or task.name in self.fetched) for task in snapshot.tasks]
         return asdict(replace(snapshot, tasks=tasks))
 
     def _results(self, run: str) -> Any:
@@ -148,11 +148,11 @@ class FakeCluster:
 
     def _plan(self, host: str, tasks: list[dict[str, Any]], index: int, shared: bool, cached: bool) -> Any:
         usual = RunRequirements(needed=1 << 20, base="b", work=10, steps=10)
-        plans = {one["name"]: asdict(self.plans.get(one["name"], usual)) for one in tasks}
+        plans = {task["name"]: asdict(self.plans.get(task["name"], usual)) for task in tasks}
         taught = {
-            one["name"]: {"digest": "caches", "needs": asdict(replace(usual, needed=1 << 10))}
-            for one in tasks
-            if cached and "teacher" in one["options"]
+            task["name"]: {"digest": "caches", "needs": asdict(replace(usual, needed=1 << 10))}
+            for task in tasks
+            if cached and "teacher" in task["options"]
         }
         return {"tasks": plans, "taught": taught}
 

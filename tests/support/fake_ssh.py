@@ -66,8 +66,8 @@ class FakeSsh:
 
     def sent(self, host: str, command: str) -> dict[str, Any]:
         """What a command of a host was sent last."""
-        found: dict[str, Any] = json.loads((self.folder / f"{host}.{command}.in").read_text())
-        return found
+        message: dict[str, Any] = json.loads((self.folder / f"{host}.{command}.in").read_text())
+        return message
 
     def _lines(self, name: str) -> list[str]:
         path = self.folder / name
@@ -79,8 +79,8 @@ def good(address: str, running: str | None = None, **versions: str) -> dict[str,
     from wgpu_lora.cluster.node_versions import own_versions
 
     token = "f" * 64 if running else None
-    found = {"versions": {**asdict(own_versions()), **versions}, "addresses": ["127.0.0.1", address]}
-    return {**found, "running": running, "token": token}
+    reply = {"versions": {**asdict(own_versions()), **versions}, "addresses": ["127.0.0.1", address]}
+    return {**reply, "running": running, "token": token}
 
 
 def cluster_file(folder: Path, *hosts: str, top: str = "") -> ClusterFile:

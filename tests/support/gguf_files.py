@@ -30,7 +30,7 @@ OF_YARN = {
 QWEN_KINDS = {"<|endoftext|>": 3, "<|im_start|>": 3, "<|im_end|>": 3}
 
 
-def made_up(directory: Path, architecture: str = "llama", **changes: int | bool) -> Path:
+def random_model(directory: Path, architecture: str = "llama", **changes: int | bool) -> Path:
     """A model whose rows are whole blocks of every quantisation."""
     directory.mkdir(exist_ok=True)
     config = {**SHAPE, "model_type": architecture, **changes}
@@ -46,11 +46,11 @@ def made_up(directory: Path, architecture: str = "llama", **changes: int | bool)
 
 def tensors_of(directory: Path) -> dict[str, np.ndarray]:
     """Every tensor of a checkpoint, as float32."""
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, "np") as file:
-            found |= {name: file.get_tensor(name).astype(np.float32) for name in file.keys()}  # noqa: SIM118
-    return found
+            arrays |= {name: file.get_tensor(name).astype(np.float32) for name in file.keys()}  # noqa: SIM118
+    return arrays
 
 
 def neighbours(rows: np.ndarray, heads: int) -> np.ndarray:

@@ -61,11 +61,11 @@ def until(true: Callable[[], Any], seconds: float = 60, every: float = 0.2) -> A
         TimeoutError: none was, for so long.
     """
     end = time.monotonic() + seconds
-    while not (found := true()):
+    while not (value := true()):
         if time.monotonic() > end:
             raise TimeoutError(f"not within {seconds} s: {getattr(true, '__name__', true)}")
         time.sleep(every)
-    return found
+    return value
 
 
 class Host:
@@ -127,14 +127,14 @@ class Host:
     def processes(self) -> dict[int, str]:
         """Command lines by process id, as seen from outside, without the host's first process."""
         inside = os.readlink(f"/proc/{self._pid}/ns/pid")
-        found = {}
+        lines = {}
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 if int(path.name) != self._pid and os.readlink(path / "ns/pid") == inside:
-                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                    lines[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
             except OSError:  # it has ended
                 continue
-        return {pid: line for pid, line in found.items() if line}
+        return {pid: line for pid, line in lines.items() if line}
 
     # -- Ray ----------------------------------------------------------------------------------------------------------
 
@@ -236,10 +236,10 @@ class Hosts:
         """Starts Ray on all hosts, the head first; what still runs of it is killed before."""
         for host in self:
             host.kill_node()
-        head, *others = self
+        head, *workers = self
         head.start_node()
         with ThreadPoolExecutor() as pool:
-            list(pool.map(Host.start_node, others))
+            list(pool.map(Host.start_node, workers))
 
     def resources(self, host: Host) -> dict[str, float]:
         """What `wgpu-lora cluster resources` prints on a host, asked once for hosts with the same driver."""
@@ -267,13 +267,15 @@ def drivers_here() -> list[Path | None]:
 
 def environment(token: str, driver: Path | None, tmp: Path) -> dict[str, str]:
     """Of the commands on a host whose temporary directory is `tmp`."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTEST", "WGPU_LORA_"))}
+    environ = {
+        name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTEST", "WGPU_LORA_"))
+    }
     python = str(Path(sys.executable).parent)
-    made = {
+    variables = {
         "HOME": str(tmp / "home"),
         "TMPDIR": str(tmp),
-        "PATH": os.pathsep.join([python, kept.get("PATH", os.defpath)]),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])]),
+        "PATH": os.pathsep.join([python, environ.get("PATH", os.defpath)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [environ.get("PYTHONPATH")])]),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token,
         **{f"WGPU_LORA_{name.upper()}_DIR": str(tmp / name) for name in ("cluster", "share", "data")},
@@ -283,4 +285,4 @@ def environment(token: str, driver: Path | None, tmp: Path) -> dict[str, str]:
         "WGPU_LORA_NO_CHECK": "1",
     }
     drivers = {} if driver is None else {"VK_DRIVER_FILES": str(driver)}
-    return {**kept, **QUIET, **QUICK, **made, **drivers}
+    return {**environ, **QUIET, **QUICK, **variables, **drivers}

@@ -25,14 +25,14 @@ def main() -> None:
     pipe = int(sys.argv[1])
     generate = keys.SessionKeys.generate.__func__  # type: ignore[attr-defined]
 
-    def told(cls: Any) -> Any:
-        made = generate(cls)
-        scalar = made.signing.key.private_numbers().private_value.to_bytes(32, "big")
-        said = {"identity": made.data.text().decode(), "scalar": scalar.hex()}
-        os.write(pipe, (json.dumps(said) + "\n").encode())  # in one piece
-        return made
+    def generate_and_report(cls: Any) -> Any:
+        session_keys = generate(cls)
+        scalar = session_keys.signing.key.private_numbers().private_value.to_bytes(32, "big")
+        message = {"identity": session_keys.data.text().decode(), "scalar": scalar.hex()}
+        os.write(pipe, (json.dumps(message) + "\n").encode())  # in one piece
+        return session_keys
 
-    keys.SessionKeys.generate = classmethod(told)  # type: ignore[assignment]
+    keys.SessionKeys.generate = classmethod(generate_and_report)  # type: ignore[assignment]
     _warm()
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
@@ -63,7 +63,7 @@ def _warm() -> None:
         from wgpu_lora.gpu.device import Device
 
         Device()
-        named = [n for n, found in ffi._parsed_types.items() if isinstance(found, tuple) and len(found) == 2]
+        named = [n for n, kind in ffi._parsed_types.items() if isinstance(kind, tuple) and len(kind) == 2]
         os.write(write, json.dumps(named).encode())
         os._exit(0)
     os.close(write)

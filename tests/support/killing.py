@@ -51,7 +51,7 @@ class Ended:
     code: int
     seconds: float
     processor: float
-    said: str
+    stderr: str
 
 
 @dataclass
@@ -69,8 +69,8 @@ class Site:
     server: subprocess.Popen[str] | None = None
     keys: int = 0  # read from the pipe
     _pipe: int = -1
-    _rest: bytes = b""
-    _said: Path = field(default_factory=Path)
+    _partial_line: bytes = b""
+    _stderr: Path = field(default_factory=Path)
 
     @property
     def watched(self) -> Path:
@@ -81,7 +81,7 @@ class Site:
         """The directory of a job's run."""
         return self.watched / name
 
-    def begun(self, name: str) -> bool:
+    def has_begun(self, name: str) -> bool:
         """Whether a run is to be resumed: its log has a line."""
         log = self.run(name) / LOG
         return log.exists() and b"\n" in log.read_bytes()
@@ -133,11 +133,11 @@ class Site:
         """A server of commands, in the block."""
         self._pipe, write = os.pipe()
         os.set_blocking(self._pipe, False)
-        self._said = self.place / "said.txt"
+        self._stderr = self.place / "said.txt"
         command = [sys.executable, "-m", "support.kill_server", str(write)]
-        with self._said.open("w") as said:
+        with self._stderr.open("w") as stderr:
             self.server = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
                 env=self.environment(), pass_fds=[write], cwd=self.watched,
             )  # fmt: skip
         os.close(write)
@@ -157,7 +157,7 @@ class Site:
         """
         assert self.server
         assert self.server.stdin
-        before, begin = self._said.stat().st_size, time.monotonic()
+        before, begin = self._stderr.stat().st_size, time.monotonic()
         self.server.stdin.write(json.dumps({"arguments": list(arguments)}) + "\n")
         self.server.stdin.flush()
         pid = self._answer()["pid"]
@@ -170,27 +170,27 @@ class Site:
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # its children
         self._hear_keys()
-        with self._said.open() as said:
-            said.seek(before)
-            return Ended(ended["code"], seconds, ended["processor"], said.read())
+        with self._stderr.open() as stderr:
+            stderr.seek(before)
+            return Ended(ended["code"], seconds, ended["processor"], stderr.read())
 
     def _answer(self) -> dict[str, Any]:
         assert self.server
         assert self.server.stdout
         if line := self.server.stdout.readline():
             return json.loads(line)  # type: ignore[no-any-return]
-        raise AssertionError(f"the server has ended: {self._said.read_text()[-2000:]}")
+        raise AssertionError(f"the server has ended: {self._stderr.read_text()[-2000:]}")
 
     def _hear_keys(self) -> None:
         with suppress(BlockingIOError):
-            while found := os.read(self._pipe, 1 << 16):
-                self._rest += found
-        *lines, self._rest = self._rest.split(b"\n")
+            while data := os.read(self._pipe, 1 << 16):
+                self._partial_line += data
+        *lines, self._partial_line = self._partial_line.split(b"\n")
         for line in lines:
-            said = json.loads(line)
+            message = json.loads(line)
             self.keys += 1
-            identity_pieces(self.pieces, f"the identity of session {self.keys}", said["identity"])
-            self.pieces.data(f"the signing key of session {self.keys}", bytes.fromhex(said["scalar"]))
+            identity_pieces(self.pieces, f"the identity of session {self.keys}", message["identity"])
+            self.pieces.data(f"the signing key of session {self.keys}", bytes.fromhex(message["scalar"]))
 
     # -- the search ------------------------------------------------------------------------------------------------
 

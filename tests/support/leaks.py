@@ -33,7 +33,7 @@ class Leak:
 class Pieces:
     """The pieces of several secrets, to be found in files."""
 
-    found: dict[bytes, tuple[str, bytes]] = field(default_factory=dict)  # its first bytes -> what it is of, and all
+    prefixes: dict[bytes, tuple[str, bytes]] = field(default_factory=dict)  # its first bytes -> what it is of, and all
     _first: np.ndarray | None = None
 
     def text(self, name: str, text: str) -> None:
@@ -70,7 +70,7 @@ class Pieces:
             count = max(RUN, WINDOW // struct.calcsize(form))
             for start in range(len(ids) - count + 1):
                 run = struct.pack(f"{form[0]}{count}{form[1]}", *ids[start : start + count])
-                self.found.setdefault(run[:WINDOW], (f"{name} as {NAMES[form]}", run))
+                self.prefixes.setdefault(run[:WINDOW], (f"{name} as {NAMES[form]}", run))
         for between in (", ", ",", " ", "\n"):
             self._add(f"{name} as decimals", between.join(map(str, ids)).encode())
 
@@ -78,7 +78,7 @@ class Pieces:
         for start in range(len(data) - WINDOW + 1):
             window = data[start : start + WINDOW]
             if len(set(window)) > 3:  # not of zeros and the like, which stand anywhere
-                self.found.setdefault(window, (name, window))
+                self.prefixes.setdefault(window, (name, window))
         self._first = None
 
     def leaks(self, places: Iterable[Path]) -> list[Leak]:
@@ -86,22 +86,22 @@ class Pieces:
         files are searched, too."""
         leaks = []
         for path in files_below(places):
-            seen = set[str]()
+            kinds = set[str]()
             try:
                 data = path.read_bytes()
             except FileNotFoundError:  # a lock or a socket that is gone
                 continue
             for content in (str(path).encode(), data, *_inside(data)):
                 for offset, what in self.pieces_of(content):
-                    if what not in seen:
-                        seen.add(what)
+                    if what not in kinds:
+                        kinds.add(what)
                         leaks.append(Leak(path, offset, what))
         return leaks
 
     def pieces_of(self, data: bytes) -> Iterator[tuple[int, str]]:
         """(offset, what) of every piece in some bytes."""
         if self._first is None:
-            self._first = np.unique(np.frombuffer(b"".join(window[:8] for window in self.found), "<u8"))
+            self._first = np.unique(np.frombuffer(b"".join(window[:8] for window in self.prefixes), "<u8"))
         if not len(self._first):
             return
         for shift in range(min(8, max(0, len(data) - WINDOW + 1))):
@@ -109,7 +109,7 @@ class Pieces:
             at = np.minimum(np.searchsorted(self._first, words), len(self._first) - 1)
             for index in np.flatnonzero(self._first[at] == words):
                 offset = shift + 8 * int(index)
-                what, piece = self.found.get(data[offset : offset + WINDOW], ("", b""))
+                what, piece = self.prefixes.get(data[offset : offset + WINDOW], ("", b""))
                 if piece and data.startswith(piece, offset):
                     yield offset, what
 

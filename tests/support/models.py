@@ -117,11 +117,11 @@ def full_logits(
         tables.upload(device)
         inputs.upload(device, segments)
         program.run()
-        found = np.hstack([device.read(t.storage.buffer).view(np.float32).reshape(t.shape) for t in logits])
+        rows = np.hstack([device.read(t.storage.buffer).view(np.float32).reshape(t.shape) for t in logits])
     stops = np.cumsum([len(segment.input_ids) for segment in segments])
-    return [found[stop - len(segment.input_ids) : stop] for stop, segment in zip(stops, segments, strict=True)]
+    return [rows[stop - len(segment.input_ids) : stop] for stop, segment in zip(stops, segments, strict=True)]
 
 
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """The greatest difference, as a share of the greatest expected value."""
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())

@@ -78,10 +78,10 @@ def children(pid: int) -> list[int]:
 
 def descendant(pid: int, depth: int) -> int | None:
     for _ in range(depth):
-        found = children(pid)
-        if not found:
+        processes = children(pid)
+        if not processes:
             return None
-        pid = found[0]
+        pid = processes[0]
     return pid
 
 

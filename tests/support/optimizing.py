@@ -54,8 +54,8 @@ class Optimizing:
         self.adapters.write(self.device, slot, pairs, pages)
 
     def read(self, slot: int) -> dict[str, np.ndarray]:
-        found = self.adapters.read(self.device, slot)
-        return {f"{module}.{which}": m for module, pair in found.items() for which, m in zip("AB", pair, strict=True)}
+        matrices = self.adapters.read(self.device, slot)
+        return {f"{module}.{part}": m for module, pair in matrices.items() for part, m in zip("AB", pair, strict=True)}
 
     def step(self, gradients: Mapping[int, Named], step: int, rate: float) -> dict[int, StepReport]:
         """A step of the slots that have gradients."""

@@ -32,7 +32,7 @@ def run(place: Path, *names: Path | str, **options: Any) -> dict[str, Any]:
     rejected = lines.pop("rejected.jsonl", 0)
     assert (rows["out"], rows["rejected"]) == (sum(lines.values()), rejected)
     assert rows["in"] == rows["out"] + rejected + rows["duplicates"]
-    assert rows["in"] == sum(one["rows"] for one in report["inputs"])
+    assert rows["in"] == sum(source["rows"] for source in report["inputs"])
     return report
 
 

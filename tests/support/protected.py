@@ -51,9 +51,9 @@ class Hospital:
 
         digests = ", ".join(f'"{file_digest(path)}"' for path in sealed)
         text = LEAST.replace(OWNER, self.owner.data.recipient)
-        known = [line for line in text.splitlines() if line.startswith("sha256 = ")]
-        assert len(known) == 1, (known, digest)
-        self.owner.policy.write_text(text.replace(known[0], f"sha256 = [{digests}]") + more)
+        digest_lines = [line for line in text.splitlines() if line.startswith("sha256 = ")]
+        assert len(digest_lines) == 1, (digest_lines, digest)
+        self.owner.policy.write_text(text.replace(digest_lines[0], f"sha256 = [{digests}]") + more)
 
     def job(self, name: str = "job", broker: str | None = None, own: str = "", **options: Any) -> Path:
         where = f'broker = "{broker}"' if broker else 'files = "exchange"'

@@ -77,23 +77,23 @@ def make_run(
     """
     directory.mkdir()
     (directory / "job.toml").write_bytes(JOB)
-    made = Made(directory, directory.with_name(f"{directory.name}-adapter"), [])
+    result = Made(directory, directory.with_name(f"{directory.name}-adapter"), [])
     for number in range(1, sessions + 1):
-        _session(made, owner, number, dict(changes or {}), run, job, end if number == sessions else "interrupted")
-    return made
+        _session(result, owner, number, dict(changes or {}), run, job, end if number == sessions else "interrupted")
+    return result
 
 
-def checked_run(owner: DataOwner, made: Made, policy: Policy | None = None) -> CheckResult:
+def checked_run(owner: DataOwner, result: Made, policy: Policy | None = None) -> CheckResult:
     """What `protect check` finds with the owner's key, its policy and the opened adapter."""
-    adapter = made.adapter if made.adapter.exists() else None
-    return check(made.directory, owner.public, policy or owner.policy, adapter)
+    adapter = result.adapter if result.adapter.exists() else None
+    return check(result.directory, owner.public, policy or owner.policy, adapter)
 
 
 def _session(
-    made: Made, owner: DataOwner, number: int, changes: dict[str, Change], run: str, job: str, end: str
+    result: Made, owner: DataOwner, number: int, changes: dict[str, Change], run: str, job: str, end: str
 ) -> None:
-    keys, directory = SessionKeys.generate(), made.directory
-    made.keys.append(keys)
+    keys, directory = SessionKeys.generate(), result.directory
+    result.keys.append(keys)
     log = EvidenceLog.start(directory, keys, run) if number == 1 else EvidenceLog.resume(directory, keys)
 
     def changed(name: str, value: Any) -> Any:
@@ -137,9 +137,9 @@ def _session(
         log.wiped(record)
     if adapter and record is not None:
         files = {**ADAPTER, MODEL_SIG: sign_model(ADAPTER, keys.signing)}
-        made.adapter.mkdir()
+        result.adapter.mkdir()
         for name, content in files.items():
-            (made.adapter / name).write_bytes(content)
+            (result.adapter / name).write_bytes(content)
         digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
         if (stated := changed("statement", (claims, digests, adapter, facts))) is not None:
             write_statement(log, *stated)

@@ -18,10 +18,10 @@ T = TypeVar("T")
 def git(*arguments: str) -> str:
     """What git prints, or nothing where there is no git, no repository or no such commit."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        process = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
     except OSError:
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return process.stdout if process.returncode == 0 else ""
 
 
 @cache
@@ -43,5 +43,5 @@ def seeds(count: int, name: str) -> list[int]:
 def sample(cases: Sequence[T], share: float, always: Callable[[T], Any] = lambda case: False) -> list[T]:
     """A share of the cases, in their order, at least one, and those that `always` names."""
     count = max(1, round(share * len(cases)))
-    chosen = set(range(len(cases)) if FULL else random.Random(commit()).sample(range(len(cases)), count))
-    return [case for index, case in enumerate(cases) if index in chosen or always(case)]
+    indices = set(range(len(cases)) if FULL else random.Random(commit()).sample(range(len(cases)), count))
+    return [case for index, case in enumerate(cases) if index in indices or always(case)]

@@ -187,7 +187,7 @@ class Serving:
 
     url: str
     engine: EngineThread
-    made: list[FakeEngine]
+    engines: list[FakeEngine]
     service: Service
 
     @property
@@ -196,7 +196,7 @@ class Serving:
 
     @property
     def fake(self) -> FakeEngine:
-        return self.made[-1]
+        return self.engines[-1]
 
 
 @contextmanager
@@ -210,12 +210,12 @@ def serving(
     allow_runtime_lora: bool = False,
 ) -> Iterator[Serving]:
     """A server on a free port of this machine."""
-    made: list[FakeEngine] = []
+    engines: list[FakeEngine] = []
 
     def engine(directories: Mapping[str, Path]) -> Any:
-        made.append(make())
-        made[-1].adapters |= dict.fromkeys(directories)
-        return made[-1]
+        engines.append(make())
+        engines[-1].adapters |= dict.fromkeys(directories)
+        return engines[-1]
 
     directories = {name: Path(name) for name in adapters}
     first = engine(directories)
@@ -228,7 +228,7 @@ def serving(
         runner = threading.Thread(target=lambda: asyncio.run(server.serve([sock])))
         runner.start()
         try:
-            yield Serving(f"http://127.0.0.1:{sock.getsockname()[1]}", thread, made, service)
+            yield Serving(f"http://127.0.0.1:{sock.getsockname()[1]}", thread, engines, service)
         finally:
             server.should_exit = True
             runner.join()

@@ -27,11 +27,11 @@ with take(Ledger("gpu", Path(directory)), int(need), int(budget), "child", float
 
 def adapter(**facts: Any) -> DeviceInfo:
     """An adapter's facts, by default those of some discrete card."""
-    known: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "index": 0, "name": "Card", "driver": "driver 1", "vendor_id": 0, "backend": "Vulkan", "kind": "discrete",
         "features": (), "limits": {},
     }  # fmt: skip
-    return DeviceInfo(**{**known, **facts})
+    return DeviceInfo(**{**defaults, **facts})
 
 
 def start(directory: Path, need: int, budget: int, wait: float = 0) -> subprocess.Popen[str]:

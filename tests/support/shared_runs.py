@@ -27,15 +27,15 @@ def built_once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path
     """The directory that `build` fills, in one process of the session; the others wait for it. It is only read."""
     root = factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
-    place, done = root / name, root / f"{name}.done"
+    place, marker = root / name, root / f"{name}.done"
     with FileLock(root / f"{name}.lock"):
-        if not done.exists():
+        if not marker.exists():
             shutil.rmtree(place, ignore_errors=True)  # of a process that failed
             place.mkdir()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("WGPU_LORA_DATA_DIR", str(place / "data"))  # the run log
                 build(place)
-            done.touch()
+            marker.touch()
     return place
 
 
@@ -54,9 +54,9 @@ def run_options(place: Path, name: str = "run", **changes: Any) -> dict[str, Any
 
 def train_run(model: LoadedModel, place: Path) -> None:
     """Train `finished_run`: seven steps with checkpoints of steps 2, 4, 6 and 7, and best/."""
-    given = run_options(place)
-    del given["model"]
-    api.finetune(model, **given)
+    options = run_options(place)
+    del options["model"]
+    api.finetune(model, **options)
 
 
 def killed_run(finished: Path, place: Path, step: int = 4) -> Path:
@@ -81,9 +81,9 @@ def result(run: Path) -> tuple[bytes, list[dict[str, Any]]]:
     return (run / WEIGHTS).read_bytes(), log
 
 
-def assert_close_adapters(one: Path, other: Path, atol: float) -> None:
+def assert_close_adapters(first: Path, other: Path, atol: float) -> None:
     """The matrices of two adapters differ by at most `atol`."""
-    (_, ours), (_, theirs) = read_adapter(one), read_adapter(other)
+    (_, ours), (_, theirs) = read_adapter(first), read_adapter(other)
     assert ours.keys() == theirs.keys()
     for module, pair in ours.items():
         for got, expected in zip(pair, theirs[module], strict=True):
@@ -142,5 +142,5 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 def files_of(directory: Path, without: Iterable[str] = (".lock",)) -> dict[str, bytes]:
     """The files below a directory by their relative paths."""
-    found = (path for path in directory.rglob("*") if path.is_file() and path.name not in without)
-    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in found}
+    paths = (path for path in directory.rglob("*") if path.is_file() and path.name not in without)
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}

@@ -18,7 +18,7 @@ from wgpu_lora.errors import UserError
 ROWS = [{"prompt": f"What is {i}?", "completion": f'A "number",\nor ö {i}'} for i in range(5)]
 
 
-def written(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+def write_source(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     """The rows in the format of the path's suffix."""
     text = io.StringIO(newline="")
     bare = path.with_suffix("") if path.suffix == ".gz" else path

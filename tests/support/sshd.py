@@ -46,10 +46,10 @@ def make_client(hosts: Hosts, client: Host) -> Path:
     """Lets a host know the servers' keys; the path of the key that lets it in."""
     key = make_key(hosts.shared / "a key's folder" / "client")
     (hosts.shared / "authorized").write_text(key.with_suffix(".pub").read_text())
-    known = make_key(hosts.shared / "ssh" / "host_key").with_suffix(".pub").read_text().rsplit(" ", 1)[0]
+    host_key = make_key(hosts.shared / "ssh" / "host_key").with_suffix(".pub").read_text().rsplit(" ", 1)[0]
     folder = client.tmp / "home" / ".ssh"
     folder.mkdir(mode=0o700, exist_ok=True)
-    (folder / "known_hosts").write_text("".join(f"{host.name} {known}\n" for host in hosts))
+    (folder / "known_hosts").write_text("".join(f"{host.name} {host_key}\n" for host in hosts))
     return key
 
 

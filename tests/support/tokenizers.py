@@ -26,8 +26,8 @@ def of(kind: str, **fields: Any) -> Part:
     return {"type": kind, **fields}
 
 
-def replace(found: str, content: str, kind: str = "String") -> Part:
-    return of("Replace", pattern={kind: found}, content=content)
+def replace(pattern: str, content: str, kind: str = "String") -> Part:
+    return of("Replace", pattern={kind: pattern}, content=content)
 
 
 def split(regex: str, behavior: str = "Isolated", invert: bool = False) -> Part:
@@ -80,7 +80,7 @@ ADDED = [
 
 
 def _ids(tokens: list[str]) -> dict[str, int]:
-    return {token: id for id, token in enumerate(dict.fromkeys([*(str(each["content"]) for each in ADDED), *tokens]))}
+    return {token: id for id, token in enumerate(dict.fromkeys([*(str(token["content"]) for token in ADDED), *tokens]))}
 
 
 _LETTERS = [*"abcdefghijklmnopqrstuvwxyzABC0123456789 .,!'▁"]

@@ -68,7 +68,7 @@ def rsa_key(connection: str, scheme: str) -> str:
     )  # fmt: skip
     with ESAPI(connection) as tpm:
         template = TPM2B_PUBLIC.parse(f"rsa2048:{scheme}-sha256:null", objectAttributes=attributes)
-        made = tpm.create_primary(None, template, ESYS_TR.OWNER)[0]
-        tpm.evict_control(ESYS_TR.OWNER, made, int(handle, 16))
-        tpm.flush_context(made)
+        key_handle = tpm.create_primary(None, template, ESYS_TR.OWNER)[0]
+        tpm.evict_control(ESYS_TR.OWNER, key_handle, int(handle, 16))
+        tpm.flush_context(key_handle)
     return handle

@@ -102,10 +102,10 @@ def gradients_of(
     session.accumulate([Group((Segment(ids, labels),), weight=1 / tokens) for ids, labels in rows])
     total = session.totals.read_loss(device, 0)
     pairs = session.adapters.read(device, 0, session.adapters.grads)
-    found = {
-        f"{short_of(key)}.{which}": g.copy()
+    gradients = {
+        f"{short_of(key)}.{part}": g.copy()
         for key, parts in pairs.items()
-        for which, g in zip(PARTS[: len(parts)], parts, strict=True)
+        for part, g in zip(PARTS[: len(parts)], parts, strict=True)
     }
     session.close()
-    return float(total / tokens), found
+    return float(total / tokens), gradients

@@ -135,9 +135,9 @@ for name, (document, _, source) in json.load(sys.stdin).items():
 def test_each_ends_in_a_sentence(tmp_path_factory: pytest.TempPathFactory, kind: str) -> None:
     cases = {name: case for name, case in CASES.items() if name.startswith(kind)}
     code, place = [sys.executable, "-c", RUN], tmp_path_factory.mktemp(kind)
-    done = subprocess.run(code, input=json.dumps(cases), capture_output=True, text=True, cwd=place, check=True)
-    assert done.stderr == ""
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    process = subprocess.run(code, input=json.dumps(cases), capture_output=True, text=True, cwd=place, check=True)
+    assert process.stderr == ""
+    rows = [json.loads(line) for line in process.stdout.splitlines()]
     assert [row[0] for row in rows] == list(cases)
     for name, seconds, here, child, sentence in rows:
         assert re.search(cases[name][1], sentence), (name, sentence)
@@ -244,21 +244,21 @@ def test_it_has_time_to_end_by_itself() -> None:
 
 
 def test_none_is_left_behind() -> None:
-    before = {each.pid for each in psutil.Process().children()}
+    before = {item.pid for item in psutil.Process().children()}
     child = start()
     assert child.ask("hello") == "hello"
     pid = child.popen.pid
     del child
     gc.collect()
-    assert {each.pid for each in psutil.Process().children()} == before
+    assert {item.pid for item in psutil.Process().children()} == before
     assert has_ended(pid)
 
 
 def test_it_ends_with_a_parent_that_is_killed() -> None:
     code = "from support.children import start_and_die; start_and_die()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=TESTS)
-    assert done.returncode == -signal.SIGKILL
-    assert has_ended(int(done.stdout))
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=TESTS)
+    assert process.returncode == -signal.SIGKILL
+    assert has_ended(int(process.stdout))
 
 
 def test_a_fork_leaves_it_alone() -> None:

@@ -48,22 +48,22 @@ def test_threads_ask_one_after_the_other() -> None:
     process = TokenizerProcess(TEXT)
     texts = [f"the hat {i} " * 20 for i in range(40)]
     expected = process.call("encode", texts)
-    found: dict[int, list[list[int]]] = {}
+    results: dict[int, list[list[int]]] = {}
 
     def ask(number: int) -> None:
-        found[number] = [process.call("encode", [text])[0] for text in texts[number::4]]
+        results[number] = [process.call("encode", [text])[0] for text in texts[number::4]]
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(found[number] == expected[number::4] for number in range(4))
+    assert all(results[number] == expected[number::4] for number in range(4))
 
 
 def test_what_it_does_not_take_is_a_sentence() -> None:
     tokenizer = Tokenizer(TokenizerProcess(TEXT))
-    for ask, given, words in (
+    for ask, argument, words in (
         (tokenizer.encode, "half a character: \ud800", "failed on"),
         (tokenizer.encode, "é" * (3 << 19), "more than 2 MiB: split it"),
         (tokenizer.decode, [-1], "cannot decode"),
@@ -71,7 +71,7 @@ def test_what_it_does_not_take_is_a_sentence() -> None:
         (TokenizerProcess, '{"model": 1}', "no model"),
     ):
         with pytest.raises((UserError, TokenizerError), match=words):
-            ask(given)
+            ask(argument)
     assert tokenizer.decode([2**31]) == ""
 
 
@@ -115,12 +115,14 @@ def test_examples_are_the_same_in_the_child(template: str | None, completion_onl
     templates = {} if template is None else {"default": template_source(template)}
     child = Tokenizer(TokenizerProcess(backend_json()), special_tokens=NAMED, chat_templates=templates)
     options = completion_only_loss, {"template_date": "2024-07-26"}
-    found, here = (list(tokenize_examples(EXAMPLES, one, *options)) for one in (child, small_tokenizer(template)))
-    for one, other in zip(found[:-2], here[:-2], strict=True):
-        assert one == other or (str(one) == str(other) and isinstance(other, UserError))
-    assert "nested too deeply" in str(found[-2])
+    actual, here = (
+        list(tokenize_examples(EXAMPLES, backend, *options)) for backend in (child, small_tokenizer(template))
+    )
+    for first, other in zip(actual[:-2], here[:-2], strict=True):
+        assert first == other or (str(first) == str(other) and isinstance(other, UserError))
+    assert "nested too deeply" in str(actual[-2])
     assert isinstance(here[-2], UserError)
-    assert "failed on" in str(found[-1])
+    assert "failed on" in str(actual[-1])
 
 
 # -- published tokenizers ----------------------------------------------------------------------------------------------
@@ -149,16 +151,16 @@ def test_texts_are_read_as_the_library_reads_them(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama 2, mistral 0.1, phi 3", "t5"])
 def test_it_is_the_same_in_a_child(tmp_path: Path, name: str) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(document(name)))
-    found, here = Tokenizer.load(tmp_path), LocalTokenizer.open(json.dumps(document(name)))
-    assert found.encode_all(TEXTS, True) == here.encode(TEXTS, True)
+    tokenizer, here = Tokenizer.load(tmp_path), LocalTokenizer.open(json.dumps(document(name)))
+    assert tokenizer.encode_all(TEXTS, True) == here.encode(TEXTS, True)
     for text in TEXTS:
-        assert found.encode_with_offsets(text) == Tokenizer(here).encode_with_offsets(text)
-    ids = found.encode(TEXTS[0])
-    assert found.decode(ids) == here.decode(ids, True)
-    assert found.files()["tokenizer.json"] == here.to_json()
-    assert (found.token_id("<s>"), found.token_id("nothing")) == (1, None)
-    assert found.vocab_size == here.info.vocab_size
-    assert found.special_texts == ("<unk>", "<s>", "</s>")
+        assert tokenizer.encode_with_offsets(text) == Tokenizer(here).encode_with_offsets(text)
+    ids = tokenizer.encode(TEXTS[0])
+    assert tokenizer.decode(ids) == here.decode(ids, True)
+    assert tokenizer.files()["tokenizer.json"] == here.to_json()
+    assert (tokenizer.token_id("<s>"), tokenizer.token_id("nothing")) == (1, None)
+    assert tokenizer.vocab_size == here.info.vocab_size
+    assert tokenizer.special_texts == ("<unk>", "<s>", "</s>")
 
 
 def test_what_others_cut_and_pad_is_left_to_them() -> None:
@@ -173,11 +175,11 @@ def test_dropout_is_ignored_with_a_note(tmp_path: Path) -> None:
     stated = document("gpt2")
     stated["model"] = {**stated["model"], "dropout": 0.9}
     (tmp_path / "tokenizer.json").write_text(json.dumps(stated))
-    found = Tokenizer.load(tmp_path)
-    assert "dropout" in found.notes[0]
+    tokenizer = Tokenizer.load(tmp_path)
+    assert "dropout" in tokenizer.notes[0]
     text = "the other thing that the others think " * 20
-    assert len({tuple(found.encode(text)) for _ in range(5)}) == 1
-    assert json.loads(found.files()["tokenizer.json"])["model"]["dropout"] is None
+    assert len({tuple(tokenizer.encode(text)) for _ in range(5)}) == 1
+    assert json.loads(tokenizer.files()["tokenizer.json"])["model"]["dropout"] is None
 
 
 # -- chat templates ----------------------------------------------------------------------------------------------------
@@ -202,18 +204,20 @@ def _frozen_date(monkeypatch):
 
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_renders_as_transformers_does(name, case):
-    given, golden = dict(GOLDEN["conversations"][case]), GOLDEN["rendered"][name][case]
-    given["variables"] = NAMED | {key: given.pop(key) for key in given.keys() - set(chat_template.STANDARD_VARIABLES)}
+    arguments, golden = dict(GOLDEN["conversations"][case]), GOLDEN["rendered"][name][case]
+    arguments["variables"] = NAMED | {
+        key: arguments.pop(key) for key in arguments.keys() - set(chat_template.STANDARD_VARIABLES)
+    }
     if golden is None:
         with pytest.raises(UserError, match="chat template"):
-            chat_template.render(template_source(name), **given)
+            chat_template.render(template_source(name), **arguments)
         return
-    text, spans = chat_template.render(template_source(name), **given)
+    text, spans = chat_template.render(template_source(name), **arguments)
     assert text == golden["text"]
     assert [list(span) for span in spans] == golden["spans"]
-    given["variables"] = {**DATE, **given["variables"]}
+    arguments["variables"] = {**DATE, **arguments["variables"]}
     child = Tokenizer(_child(), chat_templates={"default": template_source(name)})
-    assert child.render_with_spans(**given) == (text, spans)
+    assert child.render_with_spans(**arguments) == (text, spans)
 
 
 def test_the_golden_file_is_not_empty():

@@ -27,13 +27,13 @@ HELD = Status(busy=100.0, power=80.0, power_limit=355.0)
 def card(root: Path, number: int, device: int = 0x744C, **files: str) -> None:
     """A card as amdgpu shows it, and one of its connectors, which links to it."""
     place = root / "devices" / f"0000:0{number}:00.0"
-    given = {
+    contents = {
         "vendor": "0x1002", "device": f"{device:#06x}", "gpu_busy_percent": "97", "mem_info_vram_used": "3221225472",
         "hwmon/hwmon4/temp1_input": "61000", "hwmon/hwmon4/power1_average": "203000000",
         "hwmon/hwmon4/power1_cap": "355000000", **files,
     }  # fmt: skip
     (place / "hwmon" / "hwmon4").mkdir(parents=True)
-    for name, text in given.items():
+    for name, text in contents.items():
         (place / name).write_text(text + "\n")
     for name in (f"card{number}", f"card{number}-DP-1"):
         (root / "drm" / name).mkdir(parents=True)
@@ -61,7 +61,7 @@ def test_amdgpu(tmp_path: Path) -> None:
 def fake_nvml(*cards: dict[str, Any], unknown: tuple[str, ...] = ()) -> SimpleNamespace:
     """NVML with some cards; `unknown` are functions that a card does not support."""
     error = type("NVMLError", (Exception,), {})
-    functions = {name: Mock(side_effect=lambda one, *_, name=name: one[name]) for card in cards for name in card}
+    functions = {name: Mock(side_effect=lambda handle, *_, name=name: handle[name]) for card in cards for name in card}
     functions |= {name: Mock(side_effect=error("not supported")) for name in unknown}
     functions["nvmlInit"] = Mock(side_effect=None if cards else error("driver not loaded"))
     functions["nvmlDeviceGetCount"] = lambda: len(cards)
@@ -126,10 +126,10 @@ def test_absent_hardware_gives_nothing(
     assert not recwarn.list
 
 
-def with_samples(*statuses: Status, each: float = 5.0) -> Sampler:
+def with_samples(*statuses: Status, interval: float = 5.0) -> Sampler:
     """A sampler that has taken these, the first at the time 0."""
     sampler = Sampler(AMD)
-    sampler._samples.extend(Sample(number * each, status) for number, status in enumerate(statuses))
+    sampler._samples.extend(Sample(number * interval, status) for number, status in enumerate(statuses))
     return sampler
 
 

@@ -39,9 +39,9 @@ def entry(number: int = 0, **changes: object) -> RunEntry:
 
 
 def test_a_later_line_changes_a_run(log: RunLog) -> None:
-    with recorded("finetune", "nf4_lora_sft_f32", goal="why", config={"lora_r": 4}) as found:
+    with recorded("finetune", "nf4_lora_sft_f32", goal="why", config={"lora_r": 4}) as record:
         (running,) = log.read().entries
-        found["losses"] = Losses("training", 2.0, 0.5, 1.0)
+        record["losses"] = Losses("training", 2.0, 0.5, 1.0)
     first = log.path.read_bytes().splitlines()[0]
     (entry,) = log.read().entries
     assert running.status == "running"
@@ -55,9 +55,9 @@ def test_how_a_run_ended(log: RunLog) -> None:
     for error in (UserError("no --token abcdefgh"), KeyboardInterrupt()):
         with pytest.raises(type(error)), recorded("bench", "x"):
             raise error
-    with recorded("bench", "x") as found:
-        note_failure(found, ["added_share is 0.3", "x"])
-    ends = [(one.status, one.error) for one in log.read().entries]
+    with recorded("bench", "x") as record:
+        note_failure(record, ["added_share is 0.3", "x"])
+    ends = [(item.status, item.error) for item in log.read().entries]
     assert ends[::2] == [("failed", "no --token ***"), ("failed", "added_share is 0.3; x")]
     assert ends[1][0] == "interrupted"
 
@@ -71,9 +71,9 @@ def test_a_torn_line_costs_only_itself(log: RunLog, torn: bytes) -> None:
     log.path.write_bytes(before)
     log.append(facts_of(entry(1)))
     assert log.path.read_bytes().startswith(before)  # never rewritten
-    found = log.read()
-    assert [one.id for one in found.entries] == [entry(0).id, entry(1).id]
-    assert found.damaged == bool(torn)
+    contents = log.read()
+    assert [item.id for item in contents.entries] == [entry(0).id, entry(1).id]
+    assert contents.damaged == bool(torn)
 
 
 def test_written_by_many_at_once(log: RunLog) -> None:
@@ -101,8 +101,8 @@ def test_a_killed_run_is_recognised(log: RunLog) -> None:
     (killed,) = log.read().entries
     assert (killed.recorded, killed.status) == ("running", "killed")
     assert killed.process
-    elsewhere = replace(killed, process=replace(killed.process, host="another"))
-    assert elsewhere.status == "running"  # its processes cannot be seen from here
+    foreign_entry = replace(killed, process=replace(killed.process, host="another"))
+    assert foreign_entry.status == "running"  # its processes cannot be seen from here
 
 
 @pytest.mark.parametrize("how", ["option", "remark", "environment"])
@@ -132,7 +132,7 @@ def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("arguments", "name"),
     [
         ((None, "nf4", True, False, "sft", "f32"), "demo_nf4_lora_sft_f32"),
         (("models/a.gguf", "bf16", True, True, "dpo", "bf16"), "a_bf16_rslora_dpo_bf16"),
@@ -140,27 +140,31 @@ def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("shape tiny-qwen3", "nf4", True, False, "x", "f32"), "tiny-qwen3_nf4_lora_x_f32"),
     ],
 )
-def test_names_follow_the_convention(given: tuple, name: str) -> None:
-    assert run_name(*given) == name
+def test_names_follow_the_convention(arguments: tuple, name: str) -> None:
+    assert run_name(*arguments) == name
 
 
 @pytest.mark.parametrize("held_out", [True, False])
 def test_a_killed_run_has_the_losses_of_its_log(tmp_path: Path, held_out: bool) -> None:
     """If the directory still is that run's."""
-    given = {"eval_loss": 3.0} if held_out else {}
+    losses = {"eval_loss": 3.0} if held_out else {}
     lines = [{"step": 0, "epoch": 0.0, "eval_loss": 4.0, "seconds": 0.1, "elapsed_seconds": 0.0}] if held_out else []
     for step, loss in ((1, 2.0), (2, 1.0), (3, 1.5)):
         times = {"tokens_per_second": 1.0, "seconds": step + 0.5, "elapsed_seconds": float(step)}
-        lines.append({"step": step, "epoch": 0.1, "loss": loss, "learning_rate": 1e-4, "tokens": 9, **times, **given})
+        lines.append({"step": step, "epoch": 0.1, "loss": loss, "learning_rate": 1e-4, "tokens": 9, **times, **losses})
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo')
     dead = Process(Process.current().host, "another boot", 1, 1)
-    one = entry(0, process=dead, outputs=[str(tmp_path)])
-    assert with_log(one).losses == Losses()  # the directory has another run
-    (tmp_path / "tracking.json").write_text(json.dumps({"id": one.id}))
-    found = with_log(one)
-    assert found.losses == (Losses("held-out", 4.0, 3.0, 3.0) if held_out else Losses("training", 2.0, 1.0, 1.5))
-    assert (found.steps, found.tokens, found.seconds) == (3, 9, 3.5)
-    for other in (replace(one, recorded="finished"), replace(one, outputs=[]), replace(one, outputs=["missing"])):
+    dead_run = entry(0, process=dead, outputs=[str(tmp_path)])
+    assert with_log(dead_run).losses == Losses()  # the directory has another run
+    (tmp_path / "tracking.json").write_text(json.dumps({"id": dead_run.id}))
+    log_entry = with_log(dead_run)
+    assert log_entry.losses == (Losses("held-out", 4.0, 3.0, 3.0) if held_out else Losses("training", 2.0, 1.0, 1.5))
+    assert (log_entry.steps, log_entry.tokens, log_entry.seconds) == (3, 9, 3.5)
+    for other in (
+        replace(dead_run, recorded="finished"),
+        replace(dead_run, outputs=[]),
+        replace(dead_run, outputs=["missing"]),
+    ):
         assert with_log(other) == other
 
 
@@ -168,7 +172,7 @@ def test_the_list_fits_a_narrow_terminal(
     log: RunLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Lines of at most 60 columns instead of a table; without a terminal, a line per run, whatever its length."""
-    given = {
+    entry_facts = {
         "name": run_name("HuggingFaceTB/SmolLM2-135M-Instruct", "nf4", True, False, "sft", "f32"),
         "config": {"model": "HuggingFaceTB/SmolLM2-135M-Instruct"},
         "data": DataFile("/somewhere/else/data/rows.jsonl"),
@@ -177,7 +181,7 @@ def test_the_list_fits_a_narrow_terminal(
         "recorded": "finished",
         "goal": "a long goal " * 9,
     }
-    log.append(facts_of(entry(0, **given)))
+    log.append(facts_of(entry(0, **entry_facts)))
     monkeypatch.chdir(tmp_path)
     facts = ("SmolLM2-135M-Instruct", "data/rows.jsonl", "out/json-task", "1.4257 -> 0.0042", "finished")
     for width in (None, 60, 250):
@@ -199,7 +203,7 @@ FOUND = [
 
 
 @pytest.mark.parametrize(
-    ("wanted", "ids"),
+    ("conditions", "ids"),
     [
         ({"status": "failed"}, [0]),
         ({"kind": "bench"}, [2]),
@@ -209,8 +213,8 @@ FOUND = [
         ({"since": datetime(2026, 1, 2, tzinfo=UTC)}, [1, 2]),
     ],
 )
-def test_filters(wanted: dict[str, Any], ids: list[int]) -> None:
-    assert [number for number, one in enumerate(FOUND) if Filter(**wanted).holds(one)] == ids
+def test_filters(conditions: dict[str, Any], ids: list[int]) -> None:
+    assert [number for number, item in enumerate(FOUND) if Filter(**conditions).holds(item)] == ids
 
 
 def test_ids_and_dates() -> None:
@@ -226,9 +230,9 @@ def test_ids_and_dates() -> None:
 
 
 def test_comparison_and_markdown() -> None:
-    one = entry(0, config={"lora_r": 4, "seed": 1}, losses=Losses("held-out", 2.0, 1.0, 1.0))
+    first = entry(0, config={"lora_r": 4, "seed": 1}, losses=Losses("held-out", 2.0, 1.0, 1.0))
     two = entry(1, config={"lora_r": 8, "seed": 1}, losses=Losses("held-out", 2.0, 0.5, 0.5), goal="a|b\nc")
-    rows = {label: values for label, *values in compared(one, two)}
+    rows = {label: values for label, *values in compared(first, two)}
     assert rows["--lora-r"] == ["4", "8"]
     assert rows["held-out loss, final"] == ["1.0000", "0.5000"]
     assert rows["improvement"] == ["+50.00%", "+75.00%"]
@@ -281,8 +285,8 @@ def test_values_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SERVICE_TOKEN", SECRET)
     monkeypatch.setenv("SSH_AUTH_SOCK", "/tmp/socket")
     monkeypatch.setenv("AWS_SECRET", "wJalr/K7MDENG/bPx")
-    given = [f"note {SECRET}!", "/tmp/socket", "x wJalr/K7MDENG/bPx", "not text: \udcff"]
-    assert masked(given) == [f"note {MASK}!", "/tmp/socket", f"x {MASK}", "not text: \\udcff"]
+    values = [f"note {SECRET}!", "/tmp/socket", "x wJalr/K7MDENG/bPx", "not text: \udcff"]
+    assert masked(values) == [f"note {MASK}!", "/tmp/socket", f"x {MASK}", "not text: \\udcff"]
 
 
 def test_what_is_no_secret_stays() -> None:

@@ -40,8 +40,8 @@ def test_runs(
     )  # fmt: skip
     assert tuned.id == json.loads((output / FILE).read_text())["id"]
     state = wgpu_lora.RunRecord.read(output).state
-    found = (tuned.losses.initial, tuned.losses.best, tuned.losses.final, tuned.tokens)
-    assert found == (state.first_eval_loss, state.best_eval_loss, state.last_eval_loss, state.tokens)
+    values = (tuned.losses.initial, tuned.losses.best, tuned.losses.final, tuned.tokens)
+    assert values == (state.first_eval_loss, state.best_eval_loss, state.last_eval_loss, state.tokens)
     assert tuned.outputs == [str(output), str(output / "best")]
     assert tuned.config["data"] == tuned.data.path == str(finished_run / "rows.jsonl")
     assert (measured.kind, measured.goal, measured.status) == ("evaluate", "check", "finished")
@@ -64,14 +64,14 @@ def test_runs(
 def test_a_pipeline_has_an_entry_for_each_adapter(finished_pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WGPU_LORA_DATA_DIR", str(finished_pipeline / "data"))
     entries = RunLog().read().entries
-    assert [(one.adapter, one.status) for one in entries] == [(name, "finished") for name in "abc"]
-    assert {one.pipeline for one in entries} == {str(finished_pipeline / "run" / "pipeline")}
+    assert [(entry.adapter, entry.status) for entry in entries] == [(name, "finished") for name in "abc"]
+    assert {entry.pipeline for entry in entries} == {str(finished_pipeline / "run" / "pipeline")}
 
 
 def test_a_run_that_fails_or_is_stopped(log: RunLog, tmp_path: Path) -> None:
     def train(name: str, **changes: Any) -> wgpu_lora.RunRecord:
-        given = {**SMALL, "data": rows, "progress_bar": False, "output": str(tmp_path / name), **changes}
-        return wgpu_lora.finetune(QWEN2, **given)
+        arguments = {**SMALL, "data": rows, "progress_bar": False, "output": str(tmp_path / name), **changes}
+        return wgpu_lora.finetune(QWEN2, **arguments)
 
     rows = str(write_rows(tmp_path / "rows.jsonl", ROWS))
     record = train("run", logging_steps=9, callback=lambda result: True)

@@ -35,7 +35,7 @@ def start(name: str, tracked: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> Gu
     return GuardedTracker("fake", tracked)
 
 
-def seen(directory: Path) -> list[dict[str, Any]]:
+def read_events(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / trackers.SEEN).read_text().splitlines()]
 
 
@@ -44,11 +44,11 @@ def test_what_a_tracker_is_told(
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        one = start("Writing", tracked, monkeypatch)
-        one.log(METRICS, 1)
-        one.finish("finished")
-    assert seen(tmp_path) == [{"begin": vars(tracked)}, {"step": 1, **METRICS}, {"finish": "finished"}]
-    assert one.url == str(tmp_path)
+        tracker = start("Writing", tracked, monkeypatch)
+        tracker.log(METRICS, 1)
+        tracker.finish("finished")
+    assert read_events(tmp_path) == [{"begin": vars(tracked)}, {"step": 1, **METRICS}, {"finish": "finished"}]
+    assert tracker.url == str(tmp_path)
     assert capsys.readouterr() == ("", "noise on standard output\n")
 
 
@@ -64,11 +64,11 @@ def test_a_tracker_that_fails_costs_one_warning(
     name: str, why: str, tracked: TrackedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.warns(TrackingWarning, match=why) as warned:  # noqa: PT031
-        one = start(name, tracked, monkeypatch)
-        one.log(METRICS, 1)
-        one.log(METRICS, 2)
-        one.finish("finished")
-        one.finish("finished")
+        tracker = start(name, tracked, monkeypatch)
+        tracker.log(METRICS, 1)
+        tracker.log(METRICS, 2)
+        tracker.finish("finished")
+        tracker.finish("finished")
     assert len(warned) == 1
 
 
@@ -90,8 +90,8 @@ def test_a_missing_library_is_said_before_the_run(
     Path(Absent.module).mkdir()  # the folder of its runs is not the library
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(TRACKERS, "wandb", Absent)
-    given = {**SMALL, "model": QWEN2, "data": write_rows(tmp_path / "rows.jsonl", ROWS), "output": tmp_path / "run"}
-    assert main(["finetune", *flags(**given), "--report-to", "jsonl", "--report-to", "wandb"]) == 2
+    arguments = {**SMALL, "model": QWEN2, "data": write_rows(tmp_path / "rows.jsonl", ROWS), "output": tmp_path / "run"}
+    assert main(["finetune", *flags(**arguments), "--report-to", "jsonl", "--report-to", "wandb"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--report-to wandb needs wandb_that_is_not_there, which is not installed: " in line
     assert not (tmp_path / "run").exists()
@@ -104,25 +104,25 @@ def test_runs_of_a_pipeline_and_a_resumed_run(tmp_path: Path, monkeypatch: pytes
     adapters = [{"data": rows, "checkpoint": str(place)} for place in places]
     options = {**SMALL, "model": QWEN2, "report_to": "trackio", "output": str(tmp_path / "all")}
     shown: list[tuple[str, str, str]] = []
-    events = hearing(tracked=lambda *found: shown.append(found))
+    events = hearing(tracked=lambda *arguments: shown.append(arguments))
     for changes in ({}, {"max_steps": 3, "resume": True}):
         MultiAdapterPipeline(adapters, **{**options, **changes}).train(events=events)
     assert sorted(shown) == [("trackio", str(place), place.name) for place in places for _ in range(2)]
     for place in places:
-        told = seen(place)
-        first, second = (entry["begin"] for entry in told if "begin" in entry)
+        records = read_events(place)
+        first, second = (entry["begin"] for entry in records if "begin" in entry)
         assert first["id"] == second["id"]
         assert (first["group"], first["step"], second["step"]) == ("all", 0, 2)
         assert first["name"] == f"qwen2_nf4_lora_sft_f32 {place.name}"
         assert first["config"]["lora_r"] == SMALL["lora_r"]
         logged = [
             {name: entry.get(f"train/{name}") for name in ("global_step", "loss", "learning_rate", "epoch")}
-            for entry in told
+            for entry in records
             if "train/loss" in entry
         ]
         lines = read_log(place / "log.jsonl")
         assert logged == [{"global_step": line["step"], **{n: line[n] for n in list(logged[0])[1:]}} for line in lines]
-        assert told[-1] == {"finish": "finished"}
+        assert records[-1] == {"finish": "finished"}
 
 
 # -- the libraries, without a network ----------------------------------------------------------------------------------
@@ -134,9 +134,9 @@ def report(name: str, tracked: TrackedRun) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in (0, 1):
-            one = GuardedTracker(name, TrackedRun(**{**vars(tracked), "step": step}))
-            one.log(METRICS, step + 1)
-            one.finish("finished")
+            tracker = GuardedTracker(name, TrackedRun(**{**vars(tracked), "step": step}))
+            tracker.log(METRICS, step + 1)
+            tracker.finish("finished")
 
 
 def test_tensorboard(tracked: TrackedRun, tmp_path: Path) -> None:
@@ -167,6 +167,6 @@ def test_trackio_local(tracked: TrackedRun, tmp_path: Path, monkeypatch: pytest.
     report("trackio", tracked)
     (database,) = (tmp_path / "trackio").glob("*.db")
     with sqlite3.connect(database) as connection:
-        found = connection.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
-    assert [(name, step) for name, step, _ in found] == [(f"{tracked.name} {tracked.id}", step) for step in (1, 2)]
-    assert json.loads(found[0][2])["train/loss"] == METRICS["train/loss"]
+        records = connection.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
+    assert [(name, step) for name, step, _ in records] == [(f"{tracked.name} {tracked.id}", step) for step in (1, 2)]
+    assert json.loads(records[0][2])["train/loss"] == METRICS["train/loss"]

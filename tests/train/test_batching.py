@@ -55,9 +55,9 @@ DEFAULTS: list[tuple[int, int, float, dict[str, Any], tuple[bool, int, int, bool
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rows", "tokens", "weight", "said", "expected"), DEFAULTS)
-def test_default_batches(rows: int, tokens: int, weight: float, said: dict[str, Any], expected: object) -> None:
-    args, note = default_batches(TrainingArguments(**said), [tokens] * rows, weight)
+@pytest.mark.parametrize(("rows", "tokens", "weight", "options", "expected"), DEFAULTS)
+def test_default_batches(rows: int, tokens: int, weight: float, options: dict[str, Any], expected: object) -> None:
+    args, note = default_batches(TrainingArguments(**options), [tokens] * rows, weight)
     assert (*args.batching, bool(note)) == expected
     assert (args.packing, args.per_device_train_batch_size, args.gradient_accumulation_steps) == args.batching
 
@@ -68,12 +68,12 @@ def test_a_batch_is_no_longer_than_a_packed_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "weight", "said", "note"),
+    ("rows", "weight", "options", "note"),
     [(1, 1, {}, "1 row"), (3, 1, {}, "2 rows"), (50, 2, {}, "4 rows"), (50, 0.5, {}, "1 row"),
      (3, 1, {"per_device_train_batch_size": 16}, "3 rows")],
 )  # fmt: skip
-def test_the_note_counts_the_rows_of_a_step(rows: int, weight: float, said: dict[str, Any], note: str) -> None:
-    assert default_batches(TrainingArguments(**said), [100] * rows, weight)[1].startswith(f"{note} per step")
+def test_the_note_counts_the_rows_of_a_step(rows: int, weight: float, options: dict[str, Any], note: str) -> None:
+    assert default_batches(TrainingArguments(**options), [100] * rows, weight)[1].startswith(f"{note} per step")
 
 
 @pytest.mark.parametrize("kind", LR_SCHEDULES)
@@ -120,11 +120,11 @@ def test_a_length_that_nobody_gave(run: Run, tmp_path: Path) -> None:
     """It fits the model, also in the record and in resumed runs; an adapter is evaluated as it was trained."""
     data, out = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
     small = {name: value for name, value in SMALL.items() if name != "max_length"} | {"tune": False}
-    said = run("finetune", *flags(**small, model=QWEN2, data=data, output=out, eval_steps=1)).output()
-    assert f"length    rows of at most {POSITIONS} tokens, the number of positions of this model" in said
+    output = run("finetune", *flags(**small, model=QWEN2, data=data, output=out, eval_steps=1)).output()
+    assert f"length    rows of at most {POSITIONS} tokens, the number of positions of this model" in output
     assert (
         "note      --eval-steps 1 does nothing, since no rows are held out (use --eval-data or --validation-split)"
-        in said
+        in output
     )
     options = json.loads((out / "run.json").read_text())["options"]
     assert (options["max_length"], options["warmup_steps"]) == (POSITIONS, 0)
@@ -135,8 +135,8 @@ def test_a_length_that_nobody_gave(run: Run, tmp_path: Path) -> None:
     )
     options |= {"max_length": 8, "on_overflow": "drop"}
     (out / "run.json").write_text(json.dumps({"options": options}))
-    said = run("evaluate", "--model", QWEN2, "--data", data, "--adapter", out)[1]
-    assert "note      --max-length 8, --on-overflow drop, as in training" in said
+    output = run("evaluate", "--model", QWEN2, "--data", data, "--adapter", out)[1]
+    assert "note      --max-length 8, --on-overflow drop, as in training" in output
     model = wgpu_lora.load(QWEN2)
     assert wgpu_lora.evaluate(model, data, adapter=out, on_overflow="truncate").rows == 8
     assert wgpu_lora.evaluate(model, data).max_length == POSITIONS
@@ -234,15 +234,17 @@ def test_a_fork_gives_the_gradients_of_rows_apart(job: Job, device: Device) -> N
     session = job.session
     session.allocate()
     job.run.place_initial(session)
-    found = []
+    results = []
     for segments in (apart, together):
         session.begin()
         session.accumulate([Group(tuple(segments), weight=0.1)])
         grads = session.adapters.read(device, 0, session.adapters.grads)
-        found.append((session.totals.read_loss(device, 0), {k: [m.copy() for m in pair] for k, pair in grads.items()}))
+        results.append(
+            (session.totals.read_loss(device, 0), {k: [m.copy() for m in pair] for k, pair in grads.items()})
+        )
         assert session.optimizer.finite(device, 0)  # zeroes the gradients
     session.close()
-    (loss, expected), (other, got) = found
+    (loss, expected), (other, got) = results
     assert other == pytest.approx(loss, rel=1e-6)
     for name, matrices in expected.items():
         for a, b in zip(matrices, got[name], strict=True):
@@ -259,8 +261,8 @@ def test_the_common_prefix_ends_before_what_differs_or_is_trained() -> None:
         ([(8, 5)], None, 0),
         ([(8, 5), (6, 6)], 7, 0),
     ):
-        made = [Row(np.where(ids < changed, ids, 99), np.where(ids < at, -100, ids), 0) for changed, at in rows]
-        assert common_prefix(made, **({} if longest is None else {"longest": longest})) == expected
+        samples = [Row(np.where(ids < changed, ids, 99), np.where(ids < at, -100, ids), 0) for changed, at in rows]
+        assert common_prefix(samples, **({} if longest is None else {"longest": longest})) == expected
 
 
 def test_models_with_windows_share_only_what_windows_hold(job: Job, device: Device, tmp_path: Path) -> None:

@@ -48,16 +48,16 @@ def trained(device: Device, golden: dict[str, np.ndarray], **options_of: Any) ->
     run.write(0, {name: golden[f"initial.{name}"] for name in NAMES})
     for step in range(STEPS):
         assert run.step({0: gradients(golden, step)}, step + 1, RATE)[0].applied
-    found = run.read(0)
+    matrices = run.read(0)
     run.close()
-    return found
+    return matrices
 
 
-def distance(found: dict[str, np.ndarray], golden: dict[str, np.ndarray], case: str) -> dict[str, float]:
+def distance(matrices: dict[str, np.ndarray], golden: dict[str, np.ndarray], case: str) -> dict[str, float]:
     """By matrix, relative to the way from the initial values."""
     return {
         name: float(
-            np.linalg.norm(found[name] - (want := golden[f"{case}.{name}"]))
+            np.linalg.norm(matrices[name] - (want := golden[f"{case}.{name}"]))
             / np.linalg.norm(want - golden[f"initial.{name}"])
         )
         for name in NAMES
@@ -66,8 +66,8 @@ def distance(found: dict[str, np.ndarray], golden: dict[str, np.ndarray], case: 
 
 @pytest.mark.parametrize("case", GOLDEN_LIMITS)
 def test_200_steps(device: Device, golden: dict[str, np.ndarray], case: str) -> None:
-    found = distance(trained(device, golden, **{"optim": case, **OPTIONS.get(case, {})}), golden, case)
-    assert max(found.values()) < GOLDEN_LIMITS[case], found
+    distances = distance(trained(device, golden, **{"optim": case, **OPTIONS.get(case, {})}), golden, case)
+    assert max(distances.values()) < GOLDEN_LIMITS[case], distances
 
 
 def orthogonalised(x: np.ndarray) -> np.ndarray:
@@ -90,18 +90,18 @@ def test_muon_in_float64(device: Device, golden: dict[str, np.ndarray], adjust: 
     want = {name: values.astype(np.float64) for name, values in initial.items()}
     momentum = {name: np.zeros_like(values) for name, values in want.items()}
     for step in range(20):
-        given = gradients(golden, step)
-        assert run.step({0: given}, step + 1, RATE)[0].applied
-        for name, g in given.items():
+        grads = gradients(golden, step)
+        assert run.step({0: grads}, step + 1, RATE)[0].applied
+        for name, g in grads.items():
             momentum[name] += 0.05 * (g - momentum[name])
             rows, cols = g.shape
             scale = 0.2 * max(rows, cols) ** 0.5 if adjust == "match_rms_adamw" else max(1, rows / cols) ** 0.5
             moved = scale * orthogonalised(g + 0.95 * (momentum[name] - g))
             want[name] = want[name] * (1 - RATE * 0.1) - RATE * moved
-    found = run.read(0)
+    matrices = run.read(0)
     run.close()
     for name, values in want.items():
-        assert np.linalg.norm(found[name] - values) < 1e-4 * np.linalg.norm(values - initial[name])
+        assert np.linalg.norm(matrices[name] - values) < 1e-4 * np.linalg.norm(values - initial[name])
 
 
 # -- what every optimizer keeps ----------------------------------------------------------------------------------------
@@ -116,68 +116,71 @@ def options(kind: str) -> dict[str, Any]:
     return {"optim": name, "optim_args": own or None}
 
 
-def drawn(rng: np.random.Generator, rank: int, scale: float = 0.1) -> dict[str, np.ndarray]:
+def random_matrices(rng: np.random.Generator, rank: int, scale: float = 0.1) -> dict[str, np.ndarray]:
     shapes = {f"{m}.{w}": (rank, i) if w == "A" else (o, rank) for m, (o, i) in MODULES.items() for w in "AB"}
     return {name: (scale * rng.standard_normal(shape)).astype(np.float32) for name, shape in shapes.items()}
 
 
-def same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
-    return one.keys() == other.keys() and all(
-        one[name].dtype == other[name].dtype and np.array_equal(one[name], other[name]) for name in one
+def same(first: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
+    return first.keys() == other.keys() and all(
+        first[name].dtype == other[name].dtype and np.array_equal(first[name], other[name]) for name in first
     )
 
 
 @pytest.fixture(params=KINDS)
 def run(request: pytest.FixtureRequest, device: Device) -> Any:
-    made = Optimizing(device, MODULES, (8, 3), weight_decay=0.01, **options(request.param))
-    yield made
-    made.close()
+    trainer = Optimizing(device, MODULES, (8, 3), weight_decay=0.01, **options(request.param))
+    yield trainer
+    trainer.close()
 
 
-def kept(run: Optimizing, slot: int) -> dict[str, np.ndarray]:
+def optimizer_state(run: Optimizing, slot: int) -> dict[str, np.ndarray]:
     return run.optimizer.state.read(run.device, slot)
 
 
 def test_continuing_from_what_was_read(run: Optimizing, rng: np.random.Generator) -> None:
     """Also into another place, beside other adapters: the same bytes as without a break."""
-    start, steps = [drawn(rng, 8), drawn(rng, 3)], [[drawn(rng, 8), drawn(rng, 3)] for _ in range(4)]
+    start, steps = (
+        [random_matrices(rng, 8), random_matrices(rng, 3)],
+        [[random_matrices(rng, 8), random_matrices(rng, 3)] for _ in range(4)],
+    )
     for slot, values in enumerate(start):
         run.write(slot, values)
     for number, gradients in enumerate(steps[:2]):
         run.step(dict(enumerate(gradients)), number + 1, 1e-2)
-    weights, states = [run.read(slot) for slot in (0, 1)], [kept(run, slot) for slot in (0, 1)]
+    weights, states = [run.read(slot) for slot in (0, 1)], [optimizer_state(run, slot) for slot in (0, 1)]
     for number, gradients in enumerate(steps[2:]):
         run.step(dict(enumerate(gradients)), number + 3, 1e-2)
-    after = [(run.read(slot), kept(run, slot)) for slot in (0, 1)]
+    after = [(run.read(slot), optimizer_state(run, slot)) for slot in (0, 1)]
     for slot in (0, 1):
         run.optimizer.state.fill(run.device, rng)
         run.write(slot, weights[slot])
         run.optimizer.state.write(run.device, slot, states[slot])
-        assert same(kept(run, slot), states[slot])
+        assert same(optimizer_state(run, slot), states[slot])
         for number, gradients in enumerate(steps[2:]):  # the other adapter takes no step
             run.step({slot: gradients[slot]}, number + 3, 1e-2)
         assert same(run.read(slot), after[slot][0])
-        assert same(kept(run, slot), after[slot][1])
+        assert same(optimizer_state(run, slot), after[slot][1])
 
 
 def test_steps_that_are_not_taken(run: Optimizing, rng: np.random.Generator) -> None:
     """A slot whose gradient is not finite, or that would move beyond the largest weight; the other one moves."""
     for slot, rank in enumerate((8, 3)):
-        run.write(slot, drawn(rng, rank))
-    run.step({0: drawn(rng, 8), 1: drawn(rng, 3)}, 1, 1e-2)
-    before, states = run.read(0), kept(run, 0)
-    broken = drawn(rng, 8)
+        run.write(slot, random_matrices(rng, rank))
+    run.step({0: random_matrices(rng, 8), 1: random_matrices(rng, 3)}, 1, 1e-2)
+    before, states = run.read(0), optimizer_state(run, 0)
+    broken = random_matrices(rng, 8)
     broken["b.B"][519, 7] = np.nan
-    for gradients, rate in ((broken, 1e-2), (drawn(rng, 8), 100 * MAX_PARAMETER)):
-        others = run.read(1)
-        reports = run.step({0: gradients, 1: drawn(rng, 3)}, 2, rate)
+    for gradients, rate in ((broken, 1e-2), (random_matrices(rng, 8), 100 * MAX_PARAMETER)):
+        other_slot = run.read(1)
+        reports = run.step({0: gradients, 1: random_matrices(rng, 3)}, 2, rate)
         assert not reports[0].applied
         assert reports[0].diverged == (rate > 1)
         assert same(run.read(0), before)
-        assert same(kept(run, 0), states)
+        assert same(optimizer_state(run, 0), states)
         assert reports[1].applied == (rate < 1)
-        assert same(run.read(1), others) == (rate > 1)
-    report = run.step({0: drawn(rng, 8)}, 2, 1e-2)[0]
+        assert same(run.read(1), other_slot) == (rate > 1)
+    report = run.step({0: random_matrices(rng, 8)}, 2, 1e-2)[0]
     assert report.applied
     assert np.isfinite(report.grad_norm)  # gradients were zeroed
     assert not same(run.read(0), before)
@@ -186,10 +189,10 @@ def test_steps_that_are_not_taken(run: Optimizing, rng: np.random.Generator) -> 
 def test_what_a_checkpoint_may_hold(run: Optimizing, rng: np.random.Generator) -> None:
     state = run.optimizer.state
     for slot, rank in enumerate((8, 3)):
-        run.write(slot, drawn(rng, rank))
-        run.step({slot: drawn(rng, rank)}, 1, 1e-2)
+        run.write(slot, random_matrices(rng, rank))
+        run.step({slot: random_matrices(rng, rank)}, 1, 1e-2)
     for slot in (0, 1):
-        stored = kept(run, slot)
+        stored = optimizer_state(run, slot)
         assert state.fault(slot, stored) is None
         assert not stored or state.fault(1 - slot, stored)
         for name, values in stored.items():
@@ -209,7 +212,7 @@ def test_what_a_checkpoint_may_hold(run: Optimizing, rng: np.random.Generator) -
 def test_the_state_of_another_kind(device: Device, rng: np.random.Generator) -> None:
     """Is never taken for its own, unless it is the same: lion, muon and sgd all keep a momentum by parameter."""
     runs = {kind: Optimizing(device, MODULES, (8,), **options(kind)) for kind in KINDS}
-    states = {kind: kept(run, 0) for kind, run in runs.items()}
+    states = {kind: optimizer_state(run, 0) for kind, run in runs.items()}
     alike = {"lion", "muon", "sgd momentum=0.9"}
     for kind, run in runs.items():
         for other, stored in states.items():
@@ -225,17 +228,17 @@ def test_bytes_of_a_parameter(device: Device, kind: str) -> None:
     run = Optimizing(device, {"a": (8192, 8192)}, (1,), **options(kind))
     assert sum(state.bytes_per_parameter for state in run.optimizer.rule.state) == KEPT[kind]
     pages = run.optimizer.state.pages
-    found = sum(tensor.nbytes for page in pages for tensor in page if not tensor.name.startswith(("places", "homes")))
+    size = sum(tensor.nbytes for page in pages for tensor in page if not tensor.name.startswith(("places", "homes")))
     blocks = sum(table.size for table in run.adapters.block_owners)
     used = 16 if kind.endswith("8bit") else blocks  # records of blocks that have an owner
-    assert found == pytest.approx(KEPT[kind] * 1024 * used, rel=1e-3)
+    assert size == pytest.approx(KEPT[kind] * 1024 * used, rel=1e-3)
     run.close()
 
 
 def test_small_matrices_are_not_rounded(device: Device, rng: np.random.Generator) -> None:
     """Of fewer than 4,096 values at the adapter's own rank, whatever ranks are beside it, as in bitsandbytes."""
     run = Optimizing(device, MODULES, (8, 3), optim="adamw_8bit")
-    types = [{name: values.dtype.name for name, values in kept(run, slot).items()} for slot in (0, 1)]
+    types = [{name: values.dtype.name for name, values in optimizer_state(run, slot).items()} for slot in (0, 1)]
     run.close()
     assert {name for name, kind in types[0].items() if kind == "uint8"} == {
         f"{matrix}.{moment}" for matrix in ("a.A", "b.B") for moment in ("first_moment", "second_moment")
@@ -249,16 +252,16 @@ def test_magnitudes(device: Device, rng: np.random.Generator) -> None:
     for kind in ("adamw_8bit", "adamw_bf16", "lion"):
         run = Optimizing(device, modules, (8, 3), optim=kind, use_dora=True)
         run.optimizer.state.fill(run.device, rng)
-        stored = kept(run, 1)
+        stored = optimizer_state(run, 1)
         shapes = {name: values.shape for name, values in stored.items() if name.startswith("a.M")}
         assert (4500,) in shapes.values()
         assert run.optimizer.state.fault(1, stored) is None
         run.optimizer.state.write(run.device, 0, {})
         run.optimizer.state.write(run.device, 1, {})
-        assert not any(values.any() for slot in (0, 1) for values in kept(run, slot).values())
+        assert not any(values.any() for slot in (0, 1) for values in optimizer_state(run, slot).values())
         run.optimizer.state.write(run.device, 1, stored)
-        assert same(kept(run, 1), stored)
-        assert not any(values.any() for values in kept(run, 0).values())
+        assert same(optimizer_state(run, 1), stored)
+        assert not any(values.any() for values in optimizer_state(run, 0).values())
         run.close()
     with pytest.raises(UserError, match=r"trains the A and B of LoRA only, not a\.M: choose another optimizer"):
         Optimizing(device, modules, (8,), optim="muon", use_dora=True)
@@ -328,5 +331,5 @@ def test_several_adapters(qwen2: LoadedModel, tmp_path: Path) -> None:
 
     whole = together("whole", max_steps=2)
     together("parts", max_steps=1)
-    for one, other in zip(whole, together("parts", max_steps=2, resume=True), strict=True):
-        assert all(np.array_equal(one[name], other[name]) for name in one)
+    for adapter, other in zip(whole, together("parts", max_steps=2, resume=True), strict=True):
+        assert all(np.array_equal(adapter[name], other[name]) for name in adapter)

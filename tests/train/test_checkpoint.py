@@ -37,19 +37,19 @@ def test_every_tensor_equals_safetensors_own_reader(architecture, dtype, shards)
     checkpoint = Checkpoint(MODELS / architecture)
     checkpoint.check_against(load_config(MODELS / architecture).parameter_shapes())
     assert len(checkpoint.shards) == shards
-    seen = set()
+    names = set()
     for shard in checkpoint.shards:
         with safe_open(shard, framework="np") as theirs:
             for name in theirs.keys():  # noqa: SIM118
                 expected = theirs.get_tensor(name)
-                seen.add(name)
+                names.add(name)
                 assert checkpoint.dtype(name) == dtype
                 assert checkpoint.shape(name) == expected.shape
                 np.testing.assert_array_equal(checkpoint.read_f32(name), expected.astype(np.float32))
                 rows = checkpoint.read_raw(name, 3, 7)
                 assert rows.tobytes() == expected[3:7].tobytes()
                 assert rows.dtype == (np.uint32 if dtype == "F32" else np.uint16)
-    assert seen == set(checkpoint.names())
+    assert names == set(checkpoint.names())
 
 
 def test_reading_rows_takes_no_more_memory_than_the_rows(tmp_path):
@@ -242,10 +242,10 @@ def is_theirs(device: Device) -> bool:
 def check_chosen(device: Device, built: list[tuple[Program, Choices]]) -> None:
     """Tuned calls that there still are use the tilings of their checkpoint, which are not always the default."""
     steps = [(step, choices) for program, choices in built for step in program.dispatches if step.kernel.tuning]
-    known = [(step, choices[key]) for step, choices in steps if (key := of(step)) in choices]
-    assert known
-    assert all(step.tiling == tiling for step, tiling in known)
-    assert any(step.tiling != step.kernel.tilings(device.capabilities, step.constants)[0] for step, _ in known)
+    pairs = [(step, choices[key]) for step, choices in steps if (key := of(step)) in choices]
+    assert pairs
+    assert all(step.tiling == tiling for step, tiling in pairs)
+    assert any(step.tiling != step.kernel.tilings(device.capabilities, step.constants)[0] for step, _ in pairs)
 
 
 def of(step: Dispatch) -> str:

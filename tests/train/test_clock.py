@@ -56,7 +56,7 @@ class Loop:
     time: Time
     args: TrainingArguments
     state: RunState = field(default_factory=lambda: RunState(total_steps=100))
-    begun: list[float] = field(default_factory=list)  # elapsed time at the beginning of each step
+    step_starts: list[float] = field(default_factory=list)  # elapsed time at the beginning of each step
     rates: list[float] = field(default_factory=list)
     budgets: list[int] = field(default_factory=list)
     did: list[tuple[str, int]] = field(default_factory=list)
@@ -70,12 +70,12 @@ class Loop:
         """Takes steps until the time is used, or `most` of them. between: seconds of work after a step, by its kind."""
         run: Any = SimpleNamespace(args=self.args, state=self.state)
         clock = TrainingClock(run)
-        for taken in range(10**6):
-            if taken == most or (self.state.step and clock.out_of_time()):
+        for step in range(10**6):
+            if step == most or (self.state.step and clock.out_of_time()):
                 return self
             clock.begin_step()
-            self.begun.append(clock.elapsed())
-            seconds = lasting(self.state.step) + (0 if taken else COMPILATION)
+            self.step_starts.append(clock.elapsed())
+            seconds = lasting(self.state.step) + (0 if step else COMPILATION)
             self.time.now += 0.9 * seconds  # the rate is asked for when the gradient is there
             self.rates.append(clock.learning_rate())
             self.time.now += 0.1 * seconds
@@ -145,7 +145,7 @@ def test_sessions_add_up(time: Time) -> None:
     loop.session(PACES["even"])
     assert loop.state.elapsed_seconds == pytest.approx(60.0, abs=0.051)
     assert loop.state.step == 560
-    assert loop.begun[100] == pytest.approx(first)
+    assert loop.step_starts[100] == pytest.approx(first)
     loop.session(PACES["even"])  # it has ended
     assert loop.state.step == 560
 
@@ -182,17 +182,17 @@ def test_the_rate_changes_no_faster_than_its_schedule(time: Time, kind: str, pac
     loop = Loop(time, args).session(PACES[pace], WORK[work])
     rates, warmed = loop.rates, loop.state.warmed_seconds
     steepest = slope(kind, args, warmed)
-    ends = [*loop.begun[1:], loop.state.elapsed_seconds]
+    ends = [*loop.step_starts[1:], loop.state.elapsed_seconds]
     for i in range(1, len(rates)):
-        passed = ends[i] - loop.begun[i - 1]  # both rates lie in it
+        passed = ends[i] - loop.step_starts[i - 1]  # both rates lie in it
         assert abs(rates[i] - rates[i - 1]) <= steepest * passed + 1e-9, (i, rates[i - 1 : i + 1])
     assert min(rates) > 0
-    assert max(rates) == pytest.approx(1.0, abs=steepest * max(np.diff(loop.begun), default=0) + 1e-9)
+    assert max(rates) == pytest.approx(1.0, abs=steepest * max(np.diff(loop.step_starts), default=0) + 1e-9)
     peak = rates.index(max(rates))
     assert rates[:peak] == sorted(rates[:peak])
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
     if LR_SCHEDULES[kind].decay:  # and it ends at the end of the schedule
-        assert rates[-1] - 0.05 <= steepest * (loop.target - loop.begun[-1]) + 1e-9
+        assert rates[-1] - 0.05 <= steepest * (loop.target - loop.step_starts[-1]) + 1e-9
 
 
 @pytest.mark.parametrize("kind", LR_SCHEDULES)
@@ -208,8 +208,8 @@ def test_even_steps_have_the_schedule_of_steps(time: Time, kind: str) -> None:
 
 def test_a_warmup_by_time_is_one_of_training_and_one_in_steps_of_steps(time: Time) -> None:
     loop = Loop(time, timed(warmup_ratio=0.03)).session(PACES["even"])  # 1.8 s, and compilation takes 2
-    found = [loop.rates[i] for i in (0, 1, 17, 19)]
-    assert found == [LEAST_SHARE, *(pytest.approx(share, abs=1e-3) for share in (0.09 / 1.8, 1.69 / 1.8, 1.0))]
+    shares = [loop.rates[i] for i in (0, 1, 17, 19)]
+    assert shares == [LEAST_SHARE, *(pytest.approx(share, abs=1e-3) for share in (0.09 / 1.8, 1.69 / 1.8, 1.0))]
     assert loop.state.warmed_seconds == pytest.approx(2.1 + 1.8)
     steps = Loop(time, timed(warmup_steps=20)).session(PACES["uneven"])
     assert steps.rates[:20] == pytest.approx([(step + 1) / 21 for step in range(20)])
@@ -227,7 +227,7 @@ def test_a_resumed_run_goes_on_along_its_schedule(time: Time) -> None:
     assert parts.rates[30] == pytest.approx(parts.rates[29], abs=0.02)
     assert parts.rates[31] == pytest.approx(parts.rates[30], abs=0.02)
     assert parts.rates[-1] < 1e-4
-    share = (parts.begun[200] - parts.state.warmed_seconds) / (60 - parts.state.warmed_seconds)
+    share = (parts.step_starts[200] - parts.state.warmed_seconds) / (60 - parts.state.warmed_seconds)
     assert parts.rates[200] == pytest.approx(0.5 * (1 + math.cos(math.pi * share)))
 
 
@@ -250,7 +250,7 @@ def options(tmp_path: Path, name: str = "run", **changes: Any) -> TrainingArgume
     for seed, data in enumerate(("rows.jsonl", "heldout.jsonl")):
         if not (tmp_path / data).exists():
             random_rows(tmp_path / data, 8 - 4 * seed, 301, seed)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "model": str(model_dir("qwen2")),
         "data": str(tmp_path / "rows.jsonl"),
         "eval_data": str(tmp_path / "heldout.jsonl"),
@@ -269,7 +269,7 @@ def options(tmp_path: Path, name: str = "run", **changes: Any) -> TrainingArgume
         "tune": False,
         "run_log": False,
     }
-    return TrainingArguments(**(given | changes))
+    return TrainingArguments(**(arguments | changes))
 
 
 @dataclass
@@ -280,16 +280,16 @@ class Passing:
     monkeypatch: pytest.MonkeyPatch
     losses: list[int | None] = field(default_factory=list)
     snapped: list[bool] = field(default_factory=list)
-    seen: list[StepResult] = field(default_factory=list)
+    results: list[StepResult] = field(default_factory=list)
 
     def train(self, device: Device, args: TrainingArguments, stop: int = 0) -> RunRecord:
         job: Job = prepare_job(args, open_model(str(args.model), device, args.base_dtype))
         save, before = AdapterRun.save, type(job.run.subject).before_step
         passing = self
 
-        def slow_save(run: AdapterRun, *rest: Any) -> None:
+        def slow_save(run: AdapterRun, *arguments: Any) -> None:
             passing.time.now += 4
-            save(run, *rest)
+            save(run, *arguments)
 
         def slow_step(subject: Any, session: Any, ending: bool) -> None:
             passing.time.now += 3
@@ -297,13 +297,13 @@ class Passing:
             before(subject, session, ending)
 
         def step(result: StepResult) -> bool:
-            passing.seen.append(result)
+            passing.results.append(result)
             return result.step == stop
 
-        def evaluating(found: Evaluating) -> None:
-            if found.loss is not None:
+        def evaluating(evaluation: Evaluating) -> None:
+            if evaluation.loss is not None:
                 passing.time.now += 2  # and 3 before
-                passing.losses.append(found.step)
+                passing.losses.append(evaluation.step)
 
         with self.monkeypatch.context() as patch:
             patch.setattr(AdapterRun, "save", slow_save)
@@ -340,7 +340,7 @@ def test_a_timed_run_is_resumed_and_extended(device: Device, tmp_path: Path, pas
     again = replace(args, resume=True)
     record = passing.train(device, again)
     assert (record.stop_reason, record.steps, record.elapsed_seconds) == ("target seconds", 10, 30.0)
-    rates = [result.learning_rate for result in passing.seen]
+    rates = [result.learning_rate for result in passing.results]
     assert len(rates) == 10
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert passing.train(device, again).steps == 10

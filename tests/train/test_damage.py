@@ -202,8 +202,8 @@ def test_tensors_that_are_not_the_runs(run: Run, tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_is_no_adapter_to_begin_with(qwen2: LoadedModel, run: Run, tmp_path: Path) -> None:
     def begin(name: str) -> None:
-        given = run_options(tmp_path, name, init_adapter=str(run.newest), max_steps=1, eval_data=None)
-        finetune(qwen2, **{option: value for option, value in given.items() if option != "model"})
+        arguments = run_options(tmp_path, name, init_adapter=str(run.newest), max_steps=1, eval_data=None)
+        finetune(qwen2, **{option: value for option, value in arguments.items() if option != "model"})
 
     path = run.newest / WEIGHTS
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
@@ -312,22 +312,22 @@ def test_a_damaged_checkpoint_of_one_adapter(pipeline: Pipeline) -> None:
 
 
 def test_a_state_that_no_pipeline_has(pipeline: Pipeline) -> None:
-    said, path = pipeline.state, pipeline.home / STATE
-    good, request = path.read_bytes(), said["request"]
+    record, path = pipeline.state, pipeline.home / STATE
+    good, request = path.read_bytes(), record["request"]
     texts = [b"", b"[]", b"[" * 100_000, b"\xff", b'{"step": 1}', b"null"]
     for place in np.linspace(0, len(good) - 3, 12).astype(int):
         texts.append(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
     for text in texts:
         path.write_bytes(text)
         pipeline.refused("The pipeline's state")
-    odd = [said | change for change in (
-        {"step": -1}, {"step": "2"}, {"step": None}, {"steps": []}, {"steps": {**said["steps"], "a": 1.0}},
+    odd = [record | change for change in (
+        {"step": -1}, {"step": "2"}, {"step": None}, {"steps": []}, {"steps": {**record["steps"], "a": 1.0}},
         {"ended": {"a": 1}}, {"identity": []}, {"policy": None}, {"more": 1}, {"policy": {"last": 1}},
         {"policy": {"waited": {"0": "x"}}}, {"policy": {"unknown": 1}},
         {"request": {name: value for name, value in request.items() if name != "schedule"}},
         {"request": request | {"adapters": 3}}, {"request": request | {"batch_tokens": "64"}},
     )]  # fmt: skip
-    for state in (*odd, {name: value for name, value in said.items() if name != "policy"}):
+    for state in (*odd, {name: value for name, value in record.items() if name != "policy"}):
         pipeline.write(state)
         pipeline.refused("The pipeline's state")
 
@@ -384,20 +384,20 @@ CONFIGS: list[dict[str, Any]] = [
 def test_a_base_that_has_changed_is_refused(qwen2: LoadedModel, tmp_path: Path, base_dtype: str) -> None:
     """Also if only the middle of a shard has changed, which only its values show."""
     base = Path(shutil.copytree(model_dir("qwen2"), tmp_path / "base"))
-    given = run_options(tmp_path, model=str(base), base_dtype=base_dtype, max_steps=2, eval_data=None)
-    finetune(**given)
+    arguments = run_options(tmp_path, model=str(base), base_dtype=base_dtype, max_steps=2, eval_data=None)
+    finetune(**arguments)
     config, weights = base / "config.json", base / "model.safetensors"
     good = config.read_text()
     for change in CONFIGS:
         edit_json(config, **change)
         with pytest.raises(UserError, match=f"The configuration of {base} has changed since the run in"):
-            finetune(output=given["output"], resume=True)
+            finetune(output=arguments["output"], resume=True)
     config.write_text(good)
     data = bytearray(weights.read_bytes())
     data[len(data) // 2] ^= 1
     weights.write_bytes(data)
     with pytest.raises(UserError, match=f"The weights of {base} have changed since the run in"):
-        finetune(output=given["output"], resume=True)
+        finetune(output=arguments["output"], resume=True)
 
 
 @pytest.mark.parametrize("base_dtype", ["nf4", "bf16", "f16", "f32"])

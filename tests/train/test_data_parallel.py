@@ -16,7 +16,7 @@ from support.events import hearing
 from support.models import save_golden_adapter
 from support.sampling import sample
 from support.sharing import Reply, replicas
-from support.sources import written
+from support.sources import write_source
 from support.training import golden_arguments, model_dir, random_rows
 
 from wgpu_lora.errors import UserError
@@ -59,7 +59,7 @@ def answers(path: Path, kind: str, count: int = 7) -> str:
             return {"prompt_ids": ids(1, 5), "completion_ids": ids(2, 7), "label": bool(number % 2)}
         return {"prompt_ids": ids(1, 5), "chosen_ids": ids(2, 7), "rejected_ids": ids(2, 7)}
 
-    return str(written(path / f"{kind}.jsonl", [row(i) for i in range(count)]))
+    return str(write_source(path / f"{kind}.jsonl", [row(i) for i in range(count)]))
 
 
 CASES: dict[str, Case] = {
@@ -100,19 +100,19 @@ def prepared(device: Device, args: TrainingArguments, sharing: DataParallelLeade
 
 def sums(job: FinetuneJob, sharing: DataParallelLeader, count: int = 3) -> list[dict[str, np.ndarray]]:
     """Gradients and totals of the first steps, without updates between them."""
-    found, steps = [], job.run.stream.steps()
+    gradients, steps = [], job.run.stream.steps()
     for _ in range(count):
         sharing.accumulate(job.session, job.run, next(steps))
-        found.append(gradient_messages.read_gradients(job.session))
+        gradients.append(gradient_messages.read_gradients(job.session))
         gradient_messages.clear_gradients(job.session)
-    return found
+    return gradients
 
 
-def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], case: str) -> None:
-    assert found.keys() == expected.keys()
+def assert_close(gradients: dict[str, np.ndarray], expected: dict[str, np.ndarray], case: str) -> None:
+    assert gradients.keys() == expected.keys()
     for name, values in expected.items():
         assert np.abs(values).max() > 0, case
-        np.testing.assert_allclose(found[name], values, rtol=0, atol=2e-6 * np.abs(values).max(), err_msg=case)
+        np.testing.assert_allclose(gradients[name], values, rtol=0, atol=2e-6 * np.abs(values).max(), err_msg=case)
 
 
 OFTEN = ("dropout", "dpo, precomputed", "kto")
@@ -134,8 +134,8 @@ def test_parts_sum_to_the_gradients_of_one_device(
         job.session.close()
     assert not any(link.refusal for link in links)
     assert sum(link.questions for link in links) >= 2
-    for found, expected in zip(together, alone, strict=True):
-        assert_close(found, expected, case)
+    for gradients, expected in zip(together, alone, strict=True):
+        assert_close(gradients, expected, case)
 
 
 # -- whole runs --------------------------------------------------------------------------------------------------------
@@ -160,12 +160,16 @@ def whole(path: Path, output: str, **changes: Any) -> TrainingArguments:
     return arguments(path, **options | changes, output=str(path / output))
 
 
-def assert_same_run(found: RunRecord, expected: RunRecord) -> None:
+def assert_same_run(actual: RunRecord, expected: RunRecord) -> None:
     """To the rounding of a few steps."""
-    assert (found.outcome, found.steps, found.state.tokens) == (expected.outcome, expected.steps, expected.state.tokens)
-    assert found.loss == pytest.approx(expected.loss, rel=1e-4)
-    assert found.eval_loss == pytest.approx(expected.eval_loss, rel=1e-4)
-    (_, own), (_, other) = (read_adapter(record.directory) for record in (found, expected))
+    assert (actual.outcome, actual.steps, actual.state.tokens) == (
+        expected.outcome,
+        expected.steps,
+        expected.state.tokens,
+    )
+    assert actual.loss == pytest.approx(expected.loss, rel=1e-4)
+    assert actual.eval_loss == pytest.approx(expected.eval_loss, rel=1e-4)
+    (_, own), (_, other) = (read_adapter(record.directory) for record in (actual, expected))
     for module, pair in other.items():
         for a, b in zip(own[module], pair, strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-3 * max(np.abs(b).max(), 1e-3))
@@ -202,7 +206,7 @@ def test_a_shared_run_ends_as_alone_and_resumes(
         record = trained(device, replace(args, resume=True), sharing)
     assert_same_run(record, alone)
     assert links[0].questions == 2
-    assert all(len(one) == 2 and sum(one) == pytest.approx(1, abs=1e-3) for one in shares(record))
+    assert all(len(parts) == 2 and sum(parts) == pytest.approx(1, abs=1e-3) for parts in shares(record))
 
 
 def test_what_a_replica_does_not_compute_its_leader_does(
@@ -210,17 +214,17 @@ def test_what_a_replica_does_not_compute_its_leader_does(
 ) -> None:
     """The first replica is lost at its second part and comes back; the second one's values are not finite."""
     monkeypatch.setattr(remote_worker, "RETRY_SECONDS", 0.0)
-    asked = dict.fromkeys((1, 2), 0)
+    calls = dict.fromkeys((1, 2), 0)
 
     def wrong(number: int, reply: Reply) -> Reply:
         def answer(question: bytes) -> bytes:
-            asked[number] += 1
-            if (number, asked[number]) == (1, 2):
+            calls[number] += 1
+            if (number, calls[number]) == (1, 2):
                 raise ConnectionError("its process has ended")
-            said, arrays = gradient_messages.read_message(reply(question))
+            header, arrays = gradient_messages.read_message(reply(question))
             if number == 2:
                 arrays["sums 0"] = np.where(np.arange(arrays["sums 0"].size) == 7, np.nan, arrays["sums 0"])
-            return gradient_messages.message(said, {name: np.float32(values) for name, values in arrays.items()})
+            return gradient_messages.message(header, {name: np.float32(values) for name, values in arrays.items()})
 
         return answer
 
@@ -231,9 +235,9 @@ def test_what_a_replica_does_not_compute_its_leader_does(
     ):
         record = trained(device, args, sharing)
     assert_same_run(record, alone)
-    members = [len(one) for one in shares(record)]
+    members = [len(parts) for parts in shares(record)]
     assert members == [2, 1, 2, 2, 2, 2]
-    assert asked == {1: 6, 2: 1}
+    assert calls == {1: 6, 2: 1}
 
 
 def test_replicas_of_another_run_refuse_and_the_leader_goes_on(
@@ -269,22 +273,22 @@ def test_parts_follow_each_other_and_their_shares(rng: np.random.Generator) -> N
 
 
 def test_shares_follow_speeds_and_are_kept() -> None:
-    found = LoadBalance()
-    assert found.of([0, 1]) == [0.5, 0.5]
+    balance = LoadBalance()
+    assert balance.of([0, 1]) == [0.5, 0.5]
     for _ in range(SETTLING - 1):
-        found.took(0, 100, 1.0)
-        found.took(1, 100, 3.0)
-        assert found.of([0, 1]) == [0.5, 0.5]
-    kept = found.of([0, 1])
-    assert kept == pytest.approx([0.75, 0.25])
+        balance.took(0, 100, 1.0)
+        balance.took(1, 100, 3.0)
+        assert balance.of([0, 1]) == [0.5, 0.5]
+    earlier = balance.of([0, 1])
+    assert earlier == pytest.approx([0.75, 0.25])
     for _ in range(SHARE_STEPS - 1):
-        found.took(0, 100, 10.0)
-        assert found.of([0, 1]) == kept
+        balance.took(0, 100, 10.0)
+        assert balance.of([0, 1]) == earlier
     idle = 2 * 100 / 3.0  # it counts as twice as fast as it was
-    assert found.of([0, 1]) == pytest.approx([10 / (10 + idle), idle / (10 + idle)])
-    assert found.of([0, 1, 2])[2] == pytest.approx(1 / 3)  # a new one as the mean
-    assert found.patience(0, 100, leader_seconds=1.0) > 40
-    assert found.patience(2, 100, leader_seconds=1.0) == 40
+    assert balance.of([0, 1]) == pytest.approx([10 / (10 + idle), idle / (10 + idle)])
+    assert balance.of([0, 1, 2])[2] == pytest.approx(1 / 3)  # a new one as the mean
+    assert balance.patience(0, 100, leader_seconds=1.0) > 40
+    assert balance.patience(2, 100, leader_seconds=1.0) == 40
 
 
 class ManualLink:
@@ -347,7 +351,7 @@ def test_a_lost_replica_is_tried_again_and_is_new_then(monkeypatch: pytest.Monke
 def test_messages_are_checked() -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         gradient_messages.read_message(b"zork")
-    said, arrays = gradient_messages.read_message(
+    header, arrays = gradient_messages.read_message(
         gradient_messages.message({"a": [1]}, {"b": np.arange(3, dtype=np.float32)})
     )
-    assert (said, arrays["b"].tolist()) == ({"a": [1]}, [0, 1, 2])
+    assert (header, arrays["b"].tolist()) == ({"a": [1]}, [0, 1, 2])

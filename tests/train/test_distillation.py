@@ -57,29 +57,31 @@ def frozen(tmp_path: Path) -> str:
 
 def cached(tmp_path: Path, name: str = "cache", **options: Any) -> str:
     """A cache of the rows, with logits as they are."""
-    given = {"top_k": 16, "random": 8, "length": 16, "logits_dtype": "f32", "base_dtype": "f32", **options}
-    model = open_model(str(model_dir("qwen2")), None, given.pop("base_dtype"))
-    teacher_cache(model, str(data(tmp_path)), tmp_path / name, adapter=frozen(tmp_path), **given, progress_bar=False)
+    arguments = {"top_k": 16, "random": 8, "length": 16, "logits_dtype": "f32", "base_dtype": "f32", **options}
+    model = open_model(str(model_dir("qwen2")), None, arguments.pop("base_dtype"))
+    teacher_cache(
+        model, str(data(tmp_path)), tmp_path / name, adapter=frozen(tmp_path), **arguments, progress_bar=False
+    )
     return str(tmp_path / name)
 
 
-def started(made: Job[Any]) -> Job[Any]:
-    made.run.prepare_directory()
-    made.session.allocate()
-    made.run.place(made.session)
-    return made
+def started(training_job: Job[Any]) -> Job[Any]:
+    training_job.run.prepare_directory()
+    training_job.session.allocate()
+    training_job.run.place(training_job.session)
+    return training_job
 
 
-def measured(made: Job[Any]) -> dict[str, float]:
+def measured(training_job: Job[Any]) -> dict[str, float]:
     """The loss of the first step, and its metrics."""
-    session, stream = made.session, made.run.stream
+    session, stream = training_job.session, training_job.run.stream
     step = next(stream.steps())
     session.begin()
     for groups in stream.groups(step):
         session.accumulate(groups)
     units = stream.units(step.samples)
-    found = stream.objective.logged(session.totals.read_metrics(session.device, 0, stream.objective), units)
-    return {"loss": session.totals.read_loss(session.device, 0) / units, **found}
+    metrics = stream.objective.logged(session.totals.read_metrics(session.device, 0, stream.objective), units)
+    return {"loss": session.totals.read_loss(session.device, 0) / units, **metrics}
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
@@ -87,42 +89,48 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 
 
 def reference(
-    student: np.ndarray, teacher: np.ndarray, targets: np.ndarray, kept: int, temperature: float, kind: str, beta: float
+    student: np.ndarray,
+    teacher: np.ndarray,
+    targets: np.ndarray,
+    top_k: int,
+    temperature: float,
+    kind: str,
+    beta: float,
 ) -> dict[str, float]:
     """In float64, of whole logits [n, V]."""
 
     def buckets(logits: np.ndarray, order: np.ndarray) -> np.ndarray:
         sorted_ = np.take_along_axis(log_softmax(logits / temperature), order, 1)
-        if kept == sorted_.shape[1]:
+        if top_k == sorted_.shape[1]:
             return sorted_
-        return np.concatenate([sorted_[:, :kept], np.logaddexp.reduce(sorted_[:, kept:], 1, keepdims=True)], 1)
+        return np.concatenate([sorted_[:, :top_k], np.logaddexp.reduce(sorted_[:, top_k:], 1, keepdims=True)], 1)
 
     order = np.argsort(-teacher, axis=1, kind="stable")
     lp, lq = buckets(teacher, order), buckets(student, order)
     p, q = np.exp(lp), np.exp(lq)
     if kind == "jsd":
         mix = np.logaddexp(lq + np.log(1 - beta), lp + np.log(beta))
-        each = beta * p * (lp - mix) + (1 - beta) * q * (lq - mix)
+        terms = beta * p * (lp - mix) + (1 - beta) * q * (lq - mix)
     else:
-        each = p * (lp - lq) if kind == "forward_kl" else q * (lq - lp)
+        terms = p * (lp - lq) if kind == "forward_kl" else q * (lq - lp)
     plain, rows = log_softmax(student), np.arange(len(targets))
     return {
-        "kd_loss": each.sum(1).mean(),
+        "kd_loss": terms.sum(1).mean(),
         "hard_top1_loss": -plain[rows, order[:, 0]].mean(),
         "hard_full_loss": -plain[rows, targets].mean(),
         "top1_agreement": (student.argmax(1) == order[:, 0]).mean(),
-        "teacher_tail": p[:, kept:].sum(1).mean(),
-        "student_tail": q[:, kept:].sum(1).mean(),
+        "teacher_tail": p[:, top_k:].sum(1).mean(),
+        "student_tail": q[:, top_k:].sum(1).mean(),
     }
 
 
-def whole_logits(made: Job[Any], adapters: AdapterSet | None) -> tuple[np.ndarray, np.ndarray]:
+def whole_logits(training_job: Job[Any], adapters: AdapterSet | None) -> tuple[np.ndarray, np.ndarray]:
     """Of the first step's targets, f64 [n, V], with the adapter in slot 0; and the targets."""
-    stream = made.run.stream
+    stream = training_job.run.stream
     rows = [stream.prepared.samples[sample][0] for sample in next(stream.steps()).samples]
-    found = full_logits(made.session.model, [Segment(row.input_ids) for row in rows], adapters)
+    logits_of_rows = full_logits(training_job.session.model, [Segment(row.input_ids) for row in rows], adapters)
     targets = [row.labels[1:] != -100 for row in rows]
-    logits = [each[:-1][at] for each, at in zip(found, targets, strict=True)]
+    logits = [row_logits[:-1][at] for row_logits, at in zip(logits_of_rows, targets, strict=True)]
     ids = [row.labels[1:][at] for row, at in zip(rows, targets, strict=True)]
     return np.concatenate(logits).astype(np.float64), np.concatenate(ids)
 
@@ -146,22 +154,22 @@ CASES = [
 def test_the_device_agrees(device: Device, tmp_path: Path, case: dict[str, Any]) -> None:
     """The loss is that of whole logits in float64, and its gradient matches differences of the loss."""
     options = {"teacher": str(model_dir("qwen2")), "teacher_adapter": frozen(tmp_path), "teacher_top_k": 16}
-    made = started(job(tmp_path / "a", **{**options, **case}))
-    session, args = made.session, made.run.args
-    found = measured(made)
-    student, targets = whole_logits(made, session.adapters)
+    training_job = started(job(tmp_path / "a", **{**options, **case}))
+    session, args = training_job.session, training_job.run.args
+    values = measured(training_job)
+    student, targets = whole_logits(training_job, session.adapters)
     (group,) = session.teachers.groups
-    teacher, _ = whole_logits(made, group.adapters)
-    given = args.teacher_top_k, args.temperature, args.kd_divergence, args.kd_beta
-    wanted = reference(student, teacher, targets, *given)
-    total = args.kd_weight * wanted["kd_loss"] + args.hard_top1_weight * wanted["hard_top1_loss"]
-    assert wanted["kd_loss"] > 1e-3, "the teacher is the student"
-    for name, value in {"loss": total + args.hard_full_weight * wanted["hard_full_loss"], **wanted}.items():
-        assert found[name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
+    teacher, _ = whole_logits(training_job, group.adapters)
+    arguments = args.teacher_top_k, args.temperature, args.kd_divergence, args.kd_beta
+    expected = reference(student, teacher, targets, *arguments)
+    total = args.kd_weight * expected["kd_loss"] + args.hard_top1_weight * expected["hard_top1_loss"]
+    assert expected["kd_loss"] > 1e-3, "the teacher is the student"
+    for name, value in {"loss": total + args.hard_full_weight * expected["hard_full_loss"], **expected}.items():
+        assert values[name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
     if args.teacher_top_k == VOCAB:
-        assert found["kd_loss"] == pytest.approx(wanted["kd_loss"], abs=1e-6)
+        assert values["kd_loss"] == pytest.approx(expected["kd_loss"], abs=1e-6)
 
-    assert_gradient_is_slope(session, lambda: measured(made)["loss"])
+    assert_gradient_is_slope(session, lambda: measured(training_job)["loss"])
     assert session.memory().training == sum(session.memory().groups.values())
     session.close()
 
@@ -190,13 +198,13 @@ def test_resuming_needs_the_same_teacher(device: Device, tmp_path: Path, monkeyp
     path = teacher / "model.safetensors"
     tensors = load_file(path)
     name = next(name for name in tensors if name.endswith("norm.weight"))
-    for value, said in (
+    for value, message in (
         (2.0, "The teacher of the run in .* has changed"),
         (np.nan, f"In the teacher .*, {name} holds"),
     ):
         tensors[name][0] = value
         save_file(tensors, path)
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             job(tmp_path / "a", **options, resume=True).train()
 
 
@@ -227,48 +235,52 @@ def test_beside_other_adapters(device: Device, tmp_path: Path) -> None:
 def test_it_is_evaluated(device: Device, tmp_path: Path) -> None:
     """By the teacher of the training or by another; by default as after supervised fine-tuning."""
     live = {"teacher": str(model_dir("qwen2")), "teacher_adapter": frozen(tmp_path)}
-    held = {"validation_split": 2, "teacher_top_k": 16, "hard_full_weight": 0.5, "max_steps": 1}
-    made = job(tmp_path / "a", **live, **held)
-    made.train()
-    given: dict[str, Any] = {"adapter": tmp_path / "a" / "run", "run_log": False, "data": str(made.run.args.data)}
+    settings = {"validation_split": 2, "teacher_top_k": 16, "hard_full_weight": 0.5, "max_steps": 1}
+    training_job = job(tmp_path / "a", **live, **settings)
+    training_job.train()
+    arguments: dict[str, Any] = {
+        "adapter": tmp_path / "a" / "run",
+        "run_log": False,
+        "data": str(training_job.run.args.data),
+    }
     model = open_model(str(model_dir("qwen2")), device, "f32")
-    found = evaluate(model, **given, objective="kd")
-    again = evaluate(model, **given, teacher_cache=cached(tmp_path))
-    plain = evaluate(model, **given)
-    assert (found.objective, again.objective, plain.objective) == ("kd", "kd", "sft")
-    assert found.metrics["hard_full_loss"] == pytest.approx(plain.loss, rel=1e-5)
-    assert found.loss == pytest.approx(found.metrics["kd_loss"] + 0.5 * plain.loss, rel=1e-5)
-    assert again.metrics["kd_loss"] == pytest.approx(found.metrics["kd_loss"], rel=1e-5)
+    result = evaluate(model, **arguments, objective="kd")
+    again = evaluate(model, **arguments, teacher_cache=cached(tmp_path))
+    plain = evaluate(model, **arguments)
+    assert (result.objective, again.objective, plain.objective) == ("kd", "kd", "sft")
+    assert result.metrics["hard_full_loss"] == pytest.approx(plain.loss, rel=1e-5)
+    assert result.loss == pytest.approx(result.metrics["kd_loss"] + 0.5 * plain.loss, rel=1e-5)
+    assert again.metrics["kd_loss"] == pytest.approx(result.metrics["kd_loss"], rel=1e-5)
     with pytest.raises(UserError, match="is for objective='kd', not dpo"):
-        evaluate(model, **given, objective="dpo", teacher="demo")
+        evaluate(model, **arguments, objective="dpo", teacher="demo")
 
 
 def test_the_rest_at_another_temperature() -> None:
     """Of all tokens it is exact, of some about right; at temperature 1 it is known."""
     rng = np.random.default_rng(0)
-    logits, kept, random = 2 * rng.standard_normal((400, 500)), 20, 100
+    logits, top_k, random = 2 * rng.standard_normal((400, 500)), 20, 100
     order = np.argsort(-logits, axis=1)
     lse = np.logaddexp.reduce(logits, 1).astype(np.float32)
 
     def supported(count: int) -> TopKLogits:
-        others = np.stack([kept + rng.permutation(480)[:count] for _ in logits]) if count else np.zeros((400, 0), int)
-        ids = np.take_along_axis(order, np.hstack([np.tile(np.arange(kept), (400, 1)), others]), 1)
+        samples = np.stack([top_k + rng.permutation(480)[:count] for _ in logits]) if count else np.zeros((400, 0), int)
+        ids = np.take_along_axis(order, np.hstack([np.tile(np.arange(top_k), (400, 1)), samples]), 1)
         correction = np.full(400, np.log(480 / count) if count else 0, np.float32)
-        return TopKLogits(ids, np.take_along_axis(logits, ids, 1), lse, kept, correction)
+        return TopKLogits(ids, np.take_along_axis(logits, ids, 1), lse, top_k, correction)
 
     targets = order[:, 30]
     for temperature in (0.7, 2.0):
         exact = np.sort(log_softmax(logits / temperature), axis=1)[:, ::-1]
-        tail = np.logaddexp.reduce(exact[:, kept:], 1)
+        tail = np.logaddexp.reduce(exact[:, top_k:], 1)
         rows = teacher_rows(supported(480), targets, 500, temperature)
-        np.testing.assert_allclose(rows.logprobs[:, :kept], exact[:, :kept], atol=2e-6)
-        np.testing.assert_allclose(rows.logprobs[:, kept], tail, atol=2e-6)
-        estimated = teacher_rows(supported(random), targets, 500, temperature).logprobs[:, kept]
+        np.testing.assert_allclose(rows.logprobs[:, :top_k], exact[:, :top_k], atol=2e-6)
+        np.testing.assert_allclose(rows.logprobs[:, top_k], tail, atol=2e-6)
+        estimated = teacher_rows(supported(random), targets, 500, temperature).logprobs[:, top_k]
         assert np.mean(np.exp(estimated)) == pytest.approx(np.mean(np.exp(tail)), rel=0.02)
-    known = teacher_rows(supported(0), targets, 500)
-    np.testing.assert_allclose(np.exp(known.logprobs.astype(float)).sum(1), 1, atol=1e-5)
-    assert (known.target_columns == kept).all()
-    assert (known.ids[:, kept] == targets).all()
+    exact_rows = teacher_rows(supported(0), targets, 500)
+    np.testing.assert_allclose(np.exp(exact_rows.logprobs.astype(float)).sum(1), 1, atol=1e-5)
+    assert (exact_rows.target_columns == top_k).all()
+    assert (exact_rows.ids[:, top_k] == targets).all()
 
 
 def test_the_rest_is_never_nothing() -> None:
@@ -298,9 +310,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_refused(device: Device, tmp_path: Path, name: str) -> None:
     options, words = WRONG[name]
-    given = {key: str(model_dir("qwen2")) if value == "SAME" else value for key, value in options.items()}
+    arguments = {key: str(model_dir("qwen2")) if value == "SAME" else value for key, value in options.items()}
     with pytest.raises(UserError, match=words):
-        job(tmp_path, **given)
+        job(tmp_path, **arguments)
     assert not (tmp_path / "run").exists()
 
 
@@ -331,7 +343,7 @@ def test_a_teacher_is_not_as_rounded_as_its_student(device: Device, tmp_path: Pa
 
 def test_caches_that_do_not_fit(device: Device, tmp_path: Path) -> None:
     cache = cached(tmp_path, random=0)
-    given = {"teacher_cache": cache, "data": str(tmp_path / "kd.jsonl")}
+    arguments = {"teacher_cache": cache, "data": str(tmp_path / "kd.jsonl")}
     more = str(random_rows(tmp_path / "more.jsonl", 6, VOCAB))
     other = str(random_rows(tmp_path / "other.jsonl", 5, VOCAB, seed=1))
     for changes, words in (
@@ -341,7 +353,7 @@ def test_caches_that_do_not_fit(device: Device, tmp_path: Path) -> None:
         ({"data": other}, "was made of other data"),
     ):
         with pytest.raises(UserError, match=words):
-            job(tmp_path / "a", **given | changes)
+            job(tmp_path / "a", **arguments | changes)
 
 
 # -- the float64 reference of distillation's kernel --------------------------------------------------------------------
@@ -349,11 +361,11 @@ def test_caches_that_do_not_fit(device: Device, tmp_path: Path) -> None:
 POSITIONS, TOKENS = 6, 13
 
 
-def taught(logits: np.ndarray, kept: int, temperature: float, targets: np.ndarray) -> TeacherRows:
+def taught(logits: np.ndarray, top_k: int, temperature: float, targets: np.ndarray) -> TeacherRows:
     """What a teacher with these logits says, who keeps all others as random tokens."""
     ids = np.argsort(-logits, axis=1, kind="stable").astype(np.uint32)
     lse = np.logaddexp.reduce(logits, 1)
-    support = TopKLogits(ids, np.take_along_axis(logits, ids.astype(int), 1), lse, kept, np.zeros(len(lse)))
+    support = TopKLogits(ids, np.take_along_axis(logits, ids.astype(int), 1), lse, top_k, np.zeros(len(lse)))
     rows = teacher_rows(support, targets, logits.shape[1], temperature)
     return TeacherRows(rows.ids, rows.logprobs.astype(np.float64), rows.target_columns)
 
@@ -362,38 +374,38 @@ def scored(
     logits: np.ndarray, rows: TeacherRows, weights: np.ndarray, temperature: float, **constants: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """(the loss of each row, its derivatives by all logits), as the sweep computes them."""
-    kept = rows.ids.shape[1] - 1
-    used = np.arange(kept + 1) < kept + (rows.target_columns == kept)[:, None]
+    top_k = rows.ids.shape[1] - 1
+    used = np.arange(top_k + 1) < top_k + (rows.target_columns == top_k)[:, None]
     ids = np.where(used, rows.ids, 0).astype(int)
-    rest = logits.copy()
+    tail_logits = logits.copy()
     for r in range(len(logits)):
-        rest[r, ids[r][used[r]]] = -np.inf
-    empty = np.isinf(rest).all(1)
+        tail_logits[r, ids[r][used[r]]] = -np.inf
+    empty = np.isinf(tail_logits).all(1)
 
     def state(by: float) -> np.ndarray:
-        top = np.where(empty, LOWEST, rest.max(1))
-        total = np.exp(by * (rest - top[:, None])).sum(1)
+        top = np.where(empty, LOWEST, tail_logits.max(1))
+        total = np.exp(by * (tail_logits - top[:, None])).sum(1)
         return np.stack([top, total, 0 * top, 0 * top], 1)
 
     def shares(by: float) -> np.ndarray:
         top, total = state(by)[:, :2].T
-        return np.exp(by * (rest - top[:, None])) / np.where(empty, 1, total)[:, None]
+        return np.exp(by * (tail_logits - top[:, None])) / np.where(empty, 1, total)[:, None]
 
-    both = temperature != 1 and bool(constants.get("top1") or constants.get("full"))
+    plain_state = temperature != 1 and bool(constants.get("top1") or constants.get("full"))
     slopes, values = kd_scores(
         np.take_along_axis(logits, ids, 1), rows.logprobs, rows.target_columns, weights,
         state(1 / temperature), None, None,
-        state(1.0) if both else None, rows=len(logits), kept=kept, stride=64, rate=1 / temperature,
+        state(1.0) if plain_state else None, rows=len(logits), kept=top_k, stride=64, rate=1 / temperature,
         **{"kd": 1.0, "top1": 0.0, "full": 0.0, "forward": False, "reverse": False, "beta": 0.5} | constants,
     )  # fmt: skip
     gradient = values[0, : len(logits), None] * shares(1 / temperature)
-    gradient = gradient + (values[1, : len(logits), None] * shares(1.0) if both else 0)
+    gradient = gradient + (values[1, : len(logits), None] * shares(1.0) if plain_state else 0)
     for r in range(len(logits)):
         np.add.at(gradient[r], ids[r][used[r]], slopes[r][used[r]])
     return values[2, : len(logits)], gradient
 
 
-@pytest.mark.parametrize("kept", [4, TOKENS - 1, TOKENS])
+@pytest.mark.parametrize("top_k", [4, TOKENS - 1, TOKENS])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize(
     "constants",
@@ -405,11 +417,11 @@ def scored(
     ],
     ids=["forward", "reverse", "jsd", "hard"],
 )
-def test_gradients_are_those_of_the_loss(kept: int, temperature: float, constants: dict[str, Any]) -> None:
+def test_gradients_are_those_of_the_loss(top_k: int, temperature: float, constants: dict[str, Any]) -> None:
     rng = np.random.default_rng(0)
     logits, teacher = 2 * rng.standard_normal((2, POSITIONS, TOKENS))
     targets, weights = rng.integers(0, TOKENS, POSITIONS), rng.random(POSITIONS) + 0.5
-    rows = taught(teacher, kept, temperature, targets)
+    rows = taught(teacher, top_k, temperature, targets)
     _, gradient = scored(logits, rows, weights, temperature, **constants)
     for v in range(TOKENS):
         step = np.zeros_like(logits)
@@ -442,7 +454,7 @@ def test_torch_agrees(beta: float, temperature: float) -> None:
     x = torch.tensor(student, requires_grad=True)
     lq, lp = (torch.log_softmax(logits / temperature, -1) for logits in (x, torch.tensor(teacher)))
     if beta in (0.0, 1.0):
-        each = (
+        terms = (
             kl_div(lq, lp, reduction="none", log_target=True)
             if beta == 0
             else kl_div(lp, lq, reduction="none", log_target=True)
@@ -451,12 +463,12 @@ def test_torch_agrees(beta: float, temperature: float) -> None:
         share = torch.tensor(beta, dtype=torch.float64)
         mix = torch.logsumexp(torch.stack([lq + torch.log1p(-share), lp + torch.log(share)]), 0)
         of_teacher, of_student = (kl_div(mix, own, reduction="none", log_target=True) for own in (lp, lq))
-        each = beta * of_teacher + (1 - beta) * of_student
-    each.sum().backward()
+        terms = beta * of_teacher + (1 - beta) * of_student
+    terms.sum().backward()
     rows = taught(teacher, TOKENS, temperature, np.zeros(POSITIONS, int))
-    chosen = {"forward": beta == 0, "reverse": beta == 1, "beta": beta}
-    losses, gradient = scored(student, rows, np.ones(POSITIONS), temperature, **chosen)
-    np.testing.assert_allclose(losses, each.sum(-1).detach().numpy(), rtol=1e-6)
+    flags = {"forward": beta == 0, "reverse": beta == 1, "beta": beta}
+    losses, gradient = scored(student, rows, np.ones(POSITIONS), temperature, **flags)
+    np.testing.assert_allclose(losses, terms.sum(-1).detach().numpy(), rtol=1e-6)
     np.testing.assert_allclose(gradient, x.grad.numpy(), rtol=1e-5, atol=1e-7)
 
 
@@ -467,15 +479,15 @@ LIVE = ("teacher", "teacher_adapter", "teacher_base_dtype", "teacher_top_k")
 
 class Rows(Events):
     def __init__(self) -> None:
-        self.seen: list[tuple[int, int]] = []
+        self.counts: list[tuple[int, int]] = []
 
     def evaluating(self, evaluating: Evaluating) -> None:
-        self.seen.append((evaluating.rows, evaluating.total))
+        self.counts.append((evaluating.rows, evaluating.total))
 
 
 def options(tmp_path: Path, **changes: Any) -> TrainingArguments:
     """A run with a live teacher, which is the student with an adapter."""
-    given = {
+    defaults = {
         "objective": "kd",
         "data": str(random_rows(tmp_path / "rows.jsonl", 6, VOCAB)),
         "teacher": str(model_dir("qwen2")),
@@ -487,10 +499,10 @@ def options(tmp_path: Path, **changes: Any) -> TrainingArguments:
         "logging_steps": 1,
         "base_dtype": "nf4",
     }
-    return golden_arguments(tmp_path, "qwen2", **{**given, **changes})
+    return golden_arguments(tmp_path, "qwen2", **{**defaults, **changes})
 
 
-def made(args: TrainingArguments, output: Path, events: Events | None = None) -> TrainingArguments:
+def with_caches(args: TrainingArguments, output: Path, events: Events | None = None) -> TrainingArguments:
     """The options of a run with caches instead of the teacher."""
     job = prepare_job(args, planning=True)
     places = write_caches(job.run, job.session.model, output, events or Rows())
@@ -500,31 +512,33 @@ def made(args: TrainingArguments, output: Path, events: Events | None = None) ->
 
 @pytest.mark.parametrize(("heldout", "temperature"), [("validation_split", 1.0), ("eval_data", 2.0)])
 def test_losses_are_those_of_the_live_teacher(tmp_path: Path, heldout: str, temperature: float) -> None:
-    held = 2 if heldout == "validation_split" else str(random_rows(tmp_path / "held.jsonl", 3, VOCAB))
-    args = options(tmp_path, temperature=temperature, **{heldout: held})
-    cached = made(args, tmp_path / "caches")
+    heldout_data = 2 if heldout == "validation_split" else str(random_rows(tmp_path / "held.jsonl", 3, VOCAB))
+    args = options(tmp_path, temperature=temperature, **{heldout: heldout_data})
+    cached = with_caches(args, tmp_path / "caches")
     assert bool(cached.eval_teacher_cache) == (heldout == "eval_data")
     logs = []
-    for one in (replace(args, output=str(tmp_path / "live")), cached):
-        prepare_job(one).train()
-        logs.append([{k: v for k, v in line.items() if "loss" in k} for line in read_log(Path(one.directory) / LOG)])
+    for run_args in (replace(args, output=str(tmp_path / "live")), cached):
+        prepare_job(run_args).train()
+        logs.append(
+            [{k: v for k, v in line.items() if "loss" in k} for line in read_log(Path(run_args.directory) / LOG)]
+        )
     live, ours = logs
     assert any("eval_kd_loss" in line for line in live)
     assert max(line.get("kd_loss", 0.0) for line in live) > 0.01
-    for one, other in zip(live, ours, strict=True):
-        assert other == pytest.approx(one, rel=1e-4)
+    for entry, other in zip(live, ours, strict=True):
+        assert other == pytest.approx(entry, rel=1e-4)
 
 
 def test_caches_are_continued_and_count_their_rows_together(tmp_path: Path) -> None:
-    heard, again = Rows(), Rows()
+    counter, again = Rows(), Rows()
     args = options(tmp_path, eval_data=str(random_rows(tmp_path / "held.jsonl", 3, VOCAB)))
-    first = made(args, tmp_path / "caches", heard)
+    first = with_caches(args, tmp_path / "caches", counter)
     total = sum(TeacherCache.open(getattr(first, name) or "").rows for name in ("teacher_cache", "eval_teacher_cache"))
-    assert (heard.seen[0], heard.seen[-1]) == ((0, total), (total, total))
-    assert [rows for rows, _ in heard.seen] == sorted(rows for rows, _ in heard.seen)
+    assert (counter.counts[0], counter.counts[-1]) == ((0, total), (total, total))
+    assert [rows for rows, _ in counter.counts] == sorted(rows for rows, _ in counter.counts)
     digest = TeacherCache.open(first.teacher_cache or "").digest()
-    assert made(args, tmp_path / "caches", again) == first
-    assert again.seen == []
+    assert with_caches(args, tmp_path / "caches", again) == first
+    assert again.counts == []
     assert TeacherCache.open(first.teacher_cache or "").digest() == digest
     cached = prepare_job(first, planning=True)
     with pytest.raises(UserError, match="has no teacher that could be cached"):
@@ -536,10 +550,10 @@ def test_runs_that_the_same_caches_serve(tmp_path: Path) -> None:
         job = prepare_job(options(tmp_path, validation_split=2, **changes), planning=True)
         return caches_digest(job.run, cache_plans(job.run, job.session.model))
 
-    one = digest()
-    assert digest(seed=7, learning_rate=1e-3) == one  # another split of the same rows
-    others = [digest(teacher_top_k=8), digest(teacher_adapter=None), digest(temperature=2.0), digest(max_length=12)]
-    assert len({one, *others}) == 5
+    first = digest()
+    assert digest(seed=7, learning_rate=1e-3) == first  # another split of the same rows
+    variants = [digest(teacher_top_k=8), digest(teacher_adapter=None), digest(temperature=2.0), digest(max_length=12)]
+    assert len({first, *variants}) == 5
     assert digest(temperature=2.0, seed=7) != digest(temperature=2.0)  # which tokens are drawn
 
 
@@ -548,12 +562,15 @@ def test_the_plan_with_caches_is_that_of_a_run_with_them(
 ) -> None:
     monkeypatch.setattr(kind, "Device", lambda selector=None: device)
     args = options(tmp_path, validation_split=2)
-    given = {name: value for name, value in args.as_dict().items() if value != getattr(TrainingArguments(), name)}
-    given = {name: value for name, value in given.items() if name not in ("output", "device")}
-    tasks = [{"name": "taught", "options": given}, {"name": "again", "options": {**given, "learning_rate": 0.5}}]
-    found = KINDS["plan"](EventWriter(io.StringIO()), where="it", tasks=tasks, cached=True)
-    cached = prepare_job(made(args, tmp_path / "caches"), planning=True)
-    needs = found["taught"]["taught"]["needs"]
-    assert needs["needed"] == cached.session.memory().peak_device_bytes < found["tasks"]["taught"]["needed"]
-    assert found["taught"]["again"] == found["taught"]["taught"]
+    arguments = {name: value for name, value in args.as_dict().items() if value != getattr(TrainingArguments(), name)}
+    arguments = {name: value for name, value in arguments.items() if name not in ("output", "device")}
+    tasks = [
+        {"name": "taught", "options": arguments},
+        {"name": "again", "options": {**arguments, "learning_rate": 0.5}},
+    ]
+    plan = KINDS["plan"](EventWriter(io.StringIO()), where="it", tasks=tasks, cached=True)
+    cached = prepare_job(with_caches(args, tmp_path / "caches"), planning=True)
+    needs = plan["taught"]["taught"]["needs"]
+    assert needs["needed"] == cached.session.memory().peak_device_bytes < plan["tasks"]["taught"]["needed"]
+    assert plan["taught"]["again"] == plan["taught"]["taught"]
     assert KINDS["plan"](EventWriter(io.StringIO()), where="it", tasks=tasks)["taught"] == {}

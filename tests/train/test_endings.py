@@ -131,8 +131,8 @@ def test_neither_ignored_signals_nor_a_reader_that_leaves_end_a_run(start: Start
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 0
-    said = process.stderr.read().splitlines()
-    assert [line for line in said if not line.startswith("compiling the kernels")] == []
+    lines = process.stderr.read().splitlines()
+    assert [line for line in lines if not line.startswith("compiling the kernels")] == []
     facts = json.loads((out / "run.json").read_text())
     assert (facts["state"]["step"], facts["stop_reason"]) == (20, "max steps")
     assert load_file(out / "adapter_model.safetensors")
@@ -207,10 +207,10 @@ def train_golden(device: Device, tmp_path: Path, events: Events, **changes: Any)
 
 
 def saved(tmp_path: Path) -> list[int]:
-    found = run_checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")
-    for _, directory in found:
+    checkpoints = run_checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")
+    for _, directory in checkpoints:
         read_adapter(directory)
-    return [step for step, _ in found]
+    return [step for step, _ in checkpoints]
 
 
 def test_lost_in_a_step(device: Device, own: Device, tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_lost_while_saving(own: Device, tmp_path: Path, monkeypatch: pytest.Monk
     def lose(self: AdapterRun, session: Session, final: Path) -> None:
         if self.state.step == 2:  # the adapter is still read back, the optimizer's state is not
             read = Device.read
-            monkeypatch.setattr(Device, "read", lambda *given: (read(*given), own.raw.destroy())[0])
+            monkeypatch.setattr(Device, "read", lambda *arguments: (read(*arguments), own.raw.destroy())[0])
         save(self, session, final)
 
     monkeypatch.setattr(AdapterRun, "write_checkpoint", lose)
@@ -259,6 +259,6 @@ def test_lost_in_a_generation_and_a_benchmark(own: Device) -> None:
 def test_a_process_that_wgpu_native_aborts_says_why() -> None:
     ended = subprocess.run([sys.executable, "-c", ABORTED], capture_output=True, text=True)
     assert ended.returncode == 2
-    said = ended.stderr.splitlines()[-1]
-    assert said.startswith("wgpu-lora: The device ")
-    assert "--resume" in said
+    message = ended.stderr.splitlines()[-1]
+    assert message.startswith("wgpu-lora: The device ")
+    assert "--resume" in message

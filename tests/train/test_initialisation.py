@@ -46,10 +46,10 @@ def test_the_largest_singular_triplets(rng: np.random.Generator, shape: tuple[in
     w = decaying(rng, *shape)
     u, s, vt = np.linalg.svd(w.astype(np.float64), full_matrices=False)
     want = (u[:, :5] * s[:5]) @ vt[:5]
-    for found, bound in ((largest(w, 5), 1e-6), (subspace(w, 5, 16, rng), 1e-5), (subspace(w, 5, 1, rng), 0.05)):
-        product = (found[0] * found[1]) @ found[2]
+    for triplet, bound in ((largest(w, 5), 1e-6), (subspace(w, 5, 16, rng), 1e-5), (subspace(w, 5, 1, rng), 0.05)):
+        product = (triplet[0] * triplet[1]) @ triplet[2]
         assert np.linalg.norm(product - want) < bound * np.linalg.norm(want)
-        np.testing.assert_allclose(found[1], s[:5], rtol=max(bound, 1e-5))
+        np.testing.assert_allclose(triplet[1], s[:5], rtol=max(bound, 1e-5))
 
 
 @pytest.mark.parametrize("name", sorted({*FROM_WEIGHT, "pissa_niter_16"}))
@@ -161,8 +161,8 @@ def test_adapters_of_all_kinds_beside_each_other(device: Device, tmp_path: Path)
     pipeline(model, tmp_path, "cut", resume=True).train()
     for name in KINDS:
         for file in (WEIGHTS, "last/optimizer.safetensors"):
-            found, want = ((tmp_path / place / name / file).read_bytes() for place in ("cut", "once"))
-            assert found == want, f"{file} of {name}"
+            actual, want = ((tmp_path / place / name / file).read_bytes() for place in ("cut", "once"))
+            assert actual == want, f"{file} of {name}"
     for name in ("dora", "pissa"):
         task = task_of({"data": str(tmp_path / "rows.jsonl"), "checkpoint": "x", **KINDS[name]}, "task")
         args = replace(task.arguments(replace(once.args, data=None)), output=str(tmp_path / "alone" / name))
@@ -239,8 +239,8 @@ def initial(directory: Path) -> Path:
     stored |= {name[5:]: values for name, values in variants().items() if name.startswith("dora.adapter.")}
     tensors = {}
     for name, values in stored.items():
-        _, layer, module, which = name.split(".")
-        tensors[tensor_name(path_of(layer, module), which)] = values
+        _, layer, module, part = name.split(".")
+        tensors[tensor_name(path_of(layer, module), part)] = values
     write_adapter(directory, tensors, AdapterConfig(r=4, lora_alpha=8, use_dora=True))
     return directory
 
@@ -256,9 +256,9 @@ def test_gradients_match_pefts(device: Device, tmp_path: Path, base: str, recomp
     loss, gradients = gradients_of(job, device, ARCHITECTURE)
     assert loss == pytest.approx(expected[f"dora.loss.{base}"][0], rel=1e-5)
     assert {name.rpartition(".")[2] for name in gradients} == set(PARTS)
-    for name, found in gradients.items():
+    for name, gradient in gradients.items():
         want = expected[f"dora.grad.{base}.{name}"]
-        assert np.abs(found - want).max() < 2e-5 * np.abs(want).max(), name
+        assert np.abs(gradient - want).max() < 2e-5 * np.abs(want).max(), name
 
 
 @pytest.mark.parametrize("base", ["f32", "nf4"])
@@ -271,9 +271,9 @@ def test_loss_curve_matches_pefts(device: Device, tmp_path: Path, base: str) -> 
     config, matrices = read_adapter(tmp_path / "run")
     assert config.use_dora
     for module, parts in matrices.items():
-        for which, found in zip(PARTS, parts, strict=True):
-            first = expected if which == "M" else golden(ARCHITECTURE)
-            begun = first[f"{'dora.' if which == 'M' else ''}adapter.{short_of(module)}.{which}"]
-            final = expected[f"dora.final.{base}.{short_of(module)}.{which}"]
-            error = np.linalg.norm(found - final) / np.linalg.norm(final - begun)
-            assert error < 1e-3, f"{module}.{which}: {error}"
+        for part, matrix in zip(PARTS, parts, strict=True):
+            first = expected if part == "M" else golden(ARCHITECTURE)
+            start = first[f"{'dora.' if part == 'M' else ''}adapter.{short_of(module)}.{part}"]
+            final = expected[f"dora.final.{base}.{short_of(module)}.{part}"]
+            error = np.linalg.norm(matrix - final) / np.linalg.norm(final - start)
+            assert error < 1e-3, f"{module}.{part}: {error}"

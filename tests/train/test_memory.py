@@ -100,13 +100,13 @@ def test_resident_memory_is_what_was_planned(tmp_path: Path) -> None:
     make_model(tmp_path / "model-tiny", 64, 1)
     data = random_rows(tmp_path / "rows.jsonl", 4, 512)
     command = [sys.executable, "-c", CHILD, str(tmp_path / "model"), str(data), str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout.splitlines()[-1])
-    assert seen["planned"] == seen["allocated"]
-    assert abs(seen["resident"] - seen["planned"]) < 0.15 * seen["planned"] + (48 << 20), seen
+    process = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert process.returncode == 0, process.stderr
+    memory = json.loads(process.stdout.splitlines()[-1])
+    assert memory["planned"] == memory["allocated"]
+    assert abs(memory["resident"] - memory["planned"]) < 0.15 * memory["planned"] + (48 << 20), memory
     # While loading, the host holds a piece of one tensor, not the model.
-    assert seen["loading"] - seen["planned"] < 512 << 20, seen
+    assert memory["loading"] - memory["planned"] < 512 << 20, memory
 
 
 # -- tensors larger than one binding of the device ---------------------------------------------------------------------
@@ -170,16 +170,16 @@ def test_what_is_restored(device: Device, rng: np.random.Generator, saving: Savi
     program, rows, cols = Program(device), 6, 2 * BLOCK + 8
     x = persistent((rows, cols), "f32", "base", "x")
     out = persistent((rows, cols), "f32", "base", "out")
-    kept = program.temp((rows, cols), name="kept")
-    program.dispatch(copy, x, kept, size=x.size)
+    duplicate = program.temp((rows, cols), name="kept")
+    program.dispatch(copy, x, duplicate, size=x.size)
     for _ in range(3):  # what passes between the forward and the backward pass
         program.dispatch(copy, x, out, size=x.size)
     forward = len(program.dispatches)
-    program.dispatch(add_forward, kept, out, out, size=x.size)
-    store(program, {kept.storage: [kept]}, forward, saving)
+    program.dispatch(add_forward, duplicate, out, out, size=x.size)
+    store(program, {duplicate.storage: [duplicate]}, forward, saving)
     plan, spans = program.plan(), program.lifetimes()
     assert bool(program.plan(on_host=True).sizes) == saving.offload
-    assert spans[kept.storage][1] < forward, "it is not kept itself"
+    assert spans[duplicate.storage][1] < forward, "it is not kept itself"
     values = rng.standard_normal((rows, cols), np.float32) * np.float32([[1e-30], [1e-8], [0], [1], [7e4], [1e30]])
     allocate(device, {x.storage, out.storage} | program.persistent_storages())
     arena = Arena(device, plan.sizes, program.plan(on_host=True).sizes)
@@ -231,8 +231,8 @@ def test_gradients_and_memory(device: Device, tmp_path: Path, dtype: str, offloa
         assert all(np.array_equal(gradients[name], array) for name, array in expected.items())
         return
     for name, gradient in gradients.items():
-        wanted = values[f"grad.nf4.{name}"]
-        error = np.linalg.norm(gradient - wanted) / np.linalg.norm(wanted)
+        reference = values[f"grad.nf4.{name}"]
+        error = np.linalg.norm(gradient - reference) / np.linalg.norm(reference)
         assert 1e-5 < error < BOUNDS[dtype], f"{name}: {error}"
 
 
@@ -296,7 +296,7 @@ def test_devices_without_buffers_in_host_memory(
 
 
 def test_all_that_a_run_kept_on_the_device_is_overwritten(device: Device, tmp_path: Path) -> None:
-    others = list(device.live)  # of other tests
+    allocated_before = list(device.live)  # of other tests
     held_out = random_rows(tmp_path / "heldout.jsonl", 4, 40)
     job = golden_job(device, tmp_path, "qwen2", "nf4", max_steps=2, eval_data=str(held_out), eval_steps=1, save_steps=1)
     dirty: set[str] = set()
@@ -312,8 +312,8 @@ def test_all_that_a_run_kept_on_the_device_is_overwritten(device: Device, tmp_pa
         device.before_free = watched
         job.train()
         weights = [s.buffer for s in job.session.model.decoder.storages() if s.buffer is not None]
-        report = wiper.wipe(keep=[*others, *weights])
+        report = wiper.wipe(keep=[*allocated_before, *weights])
     assert report.verified, report
     assert {"activations", "params 0", "second_moment 0"} <= dirty
     assert any(label.startswith("targets") for label in dirty)
-    assert device.live <= {*others, *weights}
+    assert device.live <= {*allocated_before, *weights}

@@ -13,7 +13,7 @@ import pytest
 from support.models import allocated
 from support.preferences import Preferences
 from support.shared_runs import assert_resumes_exactly
-from support.sources import written
+from support.sources import write_source
 from support.training import assert_gradient_is_slope, golden_arguments
 
 from wgpu_lora.data import Row
@@ -94,8 +94,8 @@ class Pairwise(Preferences):
         weights, size = rec.temp(logprobs.shape, name="weights"), groups.weights.size
         losses, margins = rec.temp((size,), name="losses"), rec.temp((size,), name="margins")
         rec.dispatch(fill, weights, size=weights.size)
-        given = logprobs, groups.members, groups.reference, groups.weights, groups.values
-        rec.dispatch(Pairwise.kernels[0], *given, weights, losses, margins, size=size, scale=self.scale)
+        tensors = logprobs, groups.members, groups.reference, groups.weights, groups.values
+        rec.dispatch(Pairwise.kernels[0], *tensors, weights, losses, margins, size=size, scale=self.scale)
         return Score(weights, losses, {"margin": margins})
 
 
@@ -128,7 +128,7 @@ def pairs(path: Path, count: int = 6, seed: int = 0) -> Path:
         {"prompt_ids": ids(1, 4), "chosen_ids": ids(2, 7), "rejected_ids": ids(2, 7), "weight": rng.random()}
         for _ in range(count)
     ]
-    return written(path, rows)
+    return write_source(path, rows)
 
 
 def job(directory: Path, **changes: Any) -> Job:
@@ -170,8 +170,8 @@ def test_gradients_are_those_of_the_loss(rng: np.random.Generator) -> None:
 
 def test_the_device_agrees(device: Device, tmp_path: Path) -> None:
     """The loss equals that of four separate evaluations, and the gradient matches differences of the loss."""
-    made = job(tmp_path / "a", gradient_accumulation_steps=2)
-    session, run = made.session, made.run
+    training_job = job(tmp_path / "a", gradient_accumulation_steps=2)
+    session, run = training_job.session, training_job.run
     run.prepare_directory()
     session.allocate()
     run.place(session)
@@ -186,7 +186,7 @@ def test_the_device_agrees(device: Device, tmp_path: Path) -> None:
         sums["loss"] = session.totals.read_loss(session.device, 0)
         return {name: value / run.stream.units(step.samples) for name, value in sums.items()}
 
-    found = measured()
+    metrics = measured()
     evaluator = Evaluator(session.model, session.adapters, 16)
 
     def logprob(row: Row, slot: int | None) -> float:
@@ -200,8 +200,8 @@ def test_the_device_agrees(device: Device, tmp_path: Path) -> None:
             ratios = [logprob(row, 0) - logprob(row, None) for row in run.stream.prepared.samples[sample]]
             margins.append(SCALE * (ratios[0] - ratios[1]))
     assert max(map(abs, margins)) > 0.01, "the adapter is that of the base"
-    assert found["margin"] == pytest.approx(np.mean(margins), rel=1e-4)
-    assert found["loss"] == pytest.approx((values * np.log1p(np.exp(-np.array(margins)))).mean(), rel=1e-5)
+    assert metrics["margin"] == pytest.approx(np.mean(margins), rel=1e-4)
+    assert metrics["loss"] == pytest.approx((values * np.log1p(np.exp(-np.array(margins)))).mean(), rel=1e-5)
     assert_gradient_is_slope(session, lambda: measured()["loss"])
     session.close()
 
@@ -224,11 +224,11 @@ class Weighted(Objective):
 
 def test_each_tokens_row_has_a_number() -> None:
     """For an objective that is a mean over tokens and weights them by row."""
-    scoring, written = Scoring.declare(Weighted(), 8, 2), {}
+    scoring, uploads = Scoring.declare(Weighted(), 8, 2), {}
     for tensor in scoring.tensors():
         tensor.storage.buffer = tensor
     row = np.arange(4)
     groups = [Group((Segment(row, row, slot),), slot, 0.25, value) for slot, value in ((1, 3.0), (0, 0.5))]
-    scoring.upload(SimpleNamespace(write=written.__setitem__), groups, [np.array([[3, 6]]), np.array([[0, 3]])])
-    assert written[scoring.values].tolist() == [0.5] * 3 + [3.0] * 3 + [0.0] * 2
-    assert written[scoring.weights].tolist() == [0.25] * 6 + [0.0] * 2
+    scoring.upload(SimpleNamespace(write=uploads.__setitem__), groups, [np.array([[3, 6]]), np.array([[0, 3]])])
+    assert uploads[scoring.values].tolist() == [0.5] * 3 + [3.0] * 3 + [0.0] * 2
+    assert uploads[scoring.weights].tolist() == [0.25] * 6 + [0.0] * 2

@@ -158,10 +158,10 @@ def test_it_trains_as_its_formula_says(device: Device, tmp_path: Path) -> None:
     factor = min(1.0, 1 / (report.grad_norm + 1e-6))
     after, state = session.adapters.read(session.device, 0), session.optimizer.state.read(session.device, 0)
     for module, pair in before.items():
-        for which, old, new, g in zip("AB", pair, after[module], gradients[module], strict=True):
+        for part, old, new, g in zip("AB", pair, after[module], gradients[module], strict=True):
             np.testing.assert_allclose(new, old - 0.1 * factor * g, rtol=1e-5, atol=1e-7)
-            np.testing.assert_allclose(state[f"{module}.{which}.momentum"], factor * g, rtol=1e-5, atol=1e-9)
-            counts = state[f"{module}.{which}.updates"]
+            np.testing.assert_allclose(state[f"{module}.{part}.momentum"], factor * g, rtol=1e-5, atol=1e-9)
+            counts = state[f"{module}.{part}.updates"]
             assert counts.dtype == np.uint32
             assert (counts == 1).all()
     session.close()
@@ -190,17 +190,17 @@ def test_values_that_no_state_can_have(
     monkeypatch.setattr(Momentum, "state", (State("momentum"), State("updates", dtype, 2, least=0.0)))
     run = job(tmp_path / "a")
     run.session.allocate()
-    kept = run.session.optimizer.state
+    optimizer_state = run.session.optimizer.state
     own = run.session.device
-    stored = kept.read(own, 0)
+    stored = optimizer_state.read(own, 0)
     run.session.close()
-    assert kept.fault(0, stored) is None
+    assert optimizer_state.fault(0, stored) is None
     (name, *_) = (name for name in stored if name.endswith(".updates"))
-    for value, said in (
+    for value, message in (
         (np.nan, "that are not finite"),
         (-np.inf, "that are not finite"),
         (-1.0, "below 0"),
         (2.0, None),
     ):
         stored[name][-1, -1] = np.float32(value).view(np.uint32) >> 16 if dtype == "bf16" else value
-        assert kept.fault(0, stored) == (said and f"{name} has values {said}")
+        assert optimizer_state.fault(0, stored) == (message and f"{name} has values {message}")

@@ -35,10 +35,10 @@ def args(text: object) -> TrainingArguments:
 
 def test_they_reach_the_objective() -> None:
     assert objective_of(args(None)) == Mine(seed=3)
-    found = args(" centred=true, factor = 2,loss=sigmoid,")
-    assert objective_of(found) == Mine(2.0, "sigmoid", 3, centred=True)
-    assert found.objective_args == "factor=2.0,loss=sigmoid,centred=true"
-    assert args({"centred": True, "factor": 2, "loss": "sigmoid"}) == found
+    arguments = args(" centred=true, factor = 2,loss=sigmoid,")
+    assert objective_of(arguments) == Mine(2.0, "sigmoid", 3, centred=True)
+    assert arguments.objective_args == "factor=2.0,loss=sigmoid,centred=true"
+    assert args({"centred": True, "factor": 2, "loss": "sigmoid"}) == arguments
 
 
 def test_equal_values_are_equal_options() -> None:
@@ -63,7 +63,7 @@ def test_from_a_recipe_and_an_adapters_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("factor=0", "--objective-args: 'factor' must be greater than 0, not 0.0."),
         ("factor=nan", "--objective-args: 'factor' must be a number, not 'nan'."),
@@ -80,7 +80,7 @@ def test_from_a_recipe_and_an_adapters_table(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_refusals(text: str, said: str) -> None:
+def test_refusals(text: str, message: str) -> None:
     with naming(COMMAND_LINE), pytest.raises(UserError) as caught:
         args(text)
-    assert str(caught.value) == said
+    assert str(caught.value) == message

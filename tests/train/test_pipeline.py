@@ -88,21 +88,21 @@ def trained(qwen2: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.mark.parametrize("schedule", POLICIES)
 def test_together_is_as_alone(qwen2: LoadedModel, trained: Path, schedule: str) -> None:
-    seen: list[str] = []
-    record = together(qwen2, trained, schedule, lambda result: seen.append(result.adapter), schedule=schedule)
+    adapters: list[str] = []
+    record = together(qwen2, trained, schedule, lambda result: adapters.append(result.adapter), schedule=schedule)
     assert_same(trained, schedule)
     assert [a.stop_reason for a in record.adapters] == ["epochs", "epochs", "max steps"]
     steps = {a.name: a.step for a in record.adapters}
-    assert {name: seen.count(name) for name in "abc"} == steps
+    assert {name: adapters.count(name) for name in "abc"} == steps
     if schedule == "synchronized":
         assert record.step == max(steps.values())
-        assert seen[:3] == ["a", "b", "c"]
+        assert adapters[:3] == ["a", "b", "c"]
     else:
         assert record.step == sum(steps.values())
     if schedule == "round-robin":
-        assert seen[:4] == ["a", "b", "c", "a"]
-    said = json.loads((trained / schedule / "pipeline" / "pipeline.json").read_text())
-    assert PipelineRecord.from_json(said) == record
+        assert adapters[:4] == ["a", "b", "c", "a"]
+    content = json.loads((trained / schedule / "pipeline" / "pipeline.json").read_text())
+    assert PipelineRecord.from_json(content) == record
 
 
 @pytest.mark.parametrize("schedule", sample(list(POLICIES), 1 / 3))
@@ -203,7 +203,7 @@ def test_resuming_asks_for_the_same(qwen2: LoadedModel, finished_pipeline: Path,
     place = Path(shutil.copytree(finished_pipeline, tmp_path / "place"))
     tasks, before = pipeline_adapters(place, "run"), files_of(place)
     output, empty = str(place / "run" / "pipeline"), str(tmp_path / "empty")
-    given: dict[str, Any] = {"output": output, "max_steps": 4, "save_steps": 1, "resume": True}
+    arguments: dict[str, Any] = {"output": output, "max_steps": 4, "save_steps": 1, "resume": True}
     for count, changes, words in (
         (3, {"output": empty}, "There is no checkpoint"),
         (3, {"resume": False}, "already belongs to a pipeline"),
@@ -212,9 +212,9 @@ def test_resuming_asks_for_the_same(qwen2: LoadedModel, finished_pipeline: Path,
         (3, {"seed": 1}, "seed was 42, not 1"),
     ):
         with pytest.raises(UserError, match=words):
-            MultiAdapterPipeline(tasks[:count], qwen2, **pipeline_options(**given | changes))
+            MultiAdapterPipeline(tasks[:count], qwen2, **pipeline_options(**arguments | changes))
     assert files_of(place) == before
-    record = MultiAdapterPipeline(tasks, qwen2, **pipeline_options(**given)).train()  # it is done: nothing more
+    record = MultiAdapterPipeline(tasks, qwen2, **pipeline_options(**arguments)).train()  # it is done: nothing more
     assert [a.step for a in record.adapters] == [4, 4, 3]
 
 
@@ -251,7 +251,7 @@ def test_a_pair() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("a.jsonl", "is not DATA:CHECKPOINT"),
         ("a.jsonl:", "is not DATA:CHECKPOINT"),
@@ -259,8 +259,8 @@ def test_a_pair() -> None:
         ("C:/a.jsonl:out", "more than one colon"),
     ],
 )
-def test_a_pair_that_is_none(text: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_a_pair_that_is_none(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         task_of_pair(text)
 
 
@@ -282,7 +282,7 @@ def test_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "no \\[\\[adapter\\]\\] table"),
         ("adapter = 3", "no \\[\\[adapter\\]\\] table"),
@@ -294,10 +294,10 @@ def test_a_file(tmp_path: Path) -> None:
         ('[[adapter]]\ndata = 3\ncheckpoint = "y"\n', "'data' must be UTF-8 text"),
     ],
 )
-def test_a_file_that_is_wrong(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_that_is_wrong(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "adapters.toml"
     path.write_text(text)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         read_tasks(path)
 
 
@@ -335,7 +335,7 @@ def test_directories_and_names_are_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--adapters", "missing.jsonl:out/a"], "missing.jsonl"),
         (["--adapters", "a:b:c"], "more than one colon"),
@@ -350,10 +350,10 @@ def test_directories_and_names_are_apart() -> None:
     ],
 )
 def test_the_command_line_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, options: list[str], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, options: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert said in run("finetune", *options).refusal()
+    assert message in run("finetune", *options).refusal()
     assert not list(tmp_path.iterdir())
 
 
@@ -370,10 +370,10 @@ def test_recorded_paths_are_found_from_elsewhere(tmp_path: Path, monkeypatch: py
     task = task_of({"data": "rows.jsonl", "checkpoint": str(began / "out" / "a"), **options}, "a")
     request = {"directory": str(began), "adapters": request_of([task], began / "out")}
     monkeypatch.chdir(tmp_path)
-    [found] = tasks_of_request(request, began / "out")
-    assert found.data == str(began / "rows.jsonl")
+    [adapter_task] = tasks_of_request(request, began / "out")
+    assert adapter_task.data == str(began / "rows.jsonl")
     paths = {name: str(began / options[name]) for name in ("eval_data", "init_adapter", "reference_adapter")}
-    assert found.options == options | paths
+    assert adapter_task.options == options | paths
 
 
 def test_turns() -> None:
@@ -389,12 +389,12 @@ def test_the_worst_goes_first_and_none_starves() -> None:
     measured = [standing(0, 1.0, 2.0), standing(1, 1.9, 2.0), standing(2, 5.0, 8.0)]
     assert policy.choose(measured) == [1]
     assert policy.choose([*measured, standing(3)]) == [3]  # never measured
-    taken = [policy.choose(measured)[0] for _ in range(60)]
-    assert set(taken) == {0, 1, 2}
+    slots = [policy.choose(measured)[0] for _ in range(60)]
+    assert set(slots) == {0, 1, 2}
     for slot in (0, 2):
-        turns = [i for i, chosen in enumerate(taken) if chosen == slot]
+        turns = [i for i, turn in enumerate(slots) if turn == slot]
         assert max(b - a for a, b in pairwise(turns)) <= PATIENCE * 3 + 2
-    assert taken.count(1) > 40
+    assert slots.count(1) > 40
 
 
 @pytest.mark.parametrize("name", POLICIES)

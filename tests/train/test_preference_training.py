@@ -14,7 +14,7 @@ from support import short_of
 from support.cli import Run
 from support.models import FIXTURES, save_golden_adapter
 from support.shared_runs import assert_close_adapters, assert_resumes_exactly, edit_json
-from support.sources import written
+from support.sources import write_source
 from support.training import golden_arguments, model_dir
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
@@ -39,7 +39,7 @@ def pairs(path: Path, count: int = 6, seed: int = 0) -> Path:
     def ids(least: int, most: int) -> list[int]:
         return rng.integers(0, 301, rng.integers(least, most)).tolist()
 
-    return written(
+    return write_source(
         path,
         [{"prompt_ids": ids(1, 5), "chosen_ids": ids(2, 7), "rejected_ids": ids(2, 7)} for _ in range(count)],
     )
@@ -89,7 +89,7 @@ def test_a_pipeline_logs_the_metrics_of_each_adapter(device: Device, tmp_path: P
     """Of different objectives, also in steps in which another adapter measures its held-out loss."""
     data, heldout = str(pairs(tmp_path / "pairs.jsonl")), str(pairs(tmp_path / "heldout.jsonl", 2, seed=1))
     own: list[dict[str, Any]] = [{"objective": "dpo", "eval_data": heldout}, {"objective": "orpo"}]
-    tasks = [{"data": data, "checkpoint": str(tmp_path / one["objective"]), "rank": 2, **one} for one in own]
+    tasks = [{"data": data, "checkpoint": str(tmp_path / item["objective"]), "rank": 2, **item} for item in own]
     options: dict[str, Any] = {"max_length": 16, "max_steps": 2, "eval_steps": 1, "logging_steps": 1}
     model, output = str(model_dir("qwen2")), str(tmp_path / "pipeline")
     MultiAdapterPipeline(tasks, model, output=output, schedule="synchronized", base_dtype="f32", **options).train()
@@ -178,7 +178,7 @@ ROW = {"prompt_ids": [1, 2, 3, 4], "chosen_ids": [5, 6, 7], "rejected_ids": [5, 
 def test_rows_that_are_no_pairs(tmp_path: Path, wrong: dict[str, Any], options: dict[str, Any], words: str) -> None:
     """Each is an error that names its line, or is counted among the skipped rows."""
     sound = {"prompt_ids": [1], "chosen_ids": [5], "rejected_ids": [6]}
-    data = str(written(tmp_path / "rows.jsonl", [sound, {**ROW, **wrong}, sound]))
+    data = str(write_source(tmp_path / "rows.jsonl", [sound, {**ROW, **wrong}, sound]))
     with pytest.raises(UserError, match=r"rows\.jsonl, line 2: ") as raised:
         job(tmp_path / "a", data=data, **options)
     assert words in str(raised.value)
@@ -214,8 +214,8 @@ def test_options_that_are_wrong(options: dict[str, Any], words: str) -> None:
 def test_lists_of_losses_and_options_of_other_objectives() -> None:
     args = from_values({"objective": "dpo", "loss_type": ["sigmoid", "sft"], "loss_weights": [0.8, 1]}, "recipe")
     assert objective_of(args).losses == {"sigmoid": 0.8, "sft": 1.0}  # type: ignore[attr-defined]
-    given = ("ld_alpha", "simpo_gamma", "beta", "completion_only_loss")
-    assert unused_options(given, args) == [
+    names = ("ld_alpha", "simpo_gamma", "beta", "completion_only_loss")
+    assert unused_options(names, args) == [
         "completion_only_loss does nothing: objective='dpo' is about answers only.",
         "simpo_gamma does nothing: objective='dpo' does not use it.",
     ]
@@ -223,7 +223,7 @@ def test_lists_of_losses_and_options_of_other_objectives() -> None:
     assert unused_options(("simpo_gamma", "label_smoothing", "beta"), cpo) == [
         f"{name} does nothing: loss_type='ipo' does not use it." for name in ("simpo_gamma", "label_smoothing")
     ]
-    assert [said.split()[0] for said in unused_options(given, TrainingArguments())] == [
+    assert [note.split()[0] for note in unused_options(names, TrainingArguments())] == [
         "beta",
         "ld_alpha",
         "simpo_gamma",
@@ -236,30 +236,30 @@ def test_evaluating_an_adapter_as_it_was_trained(device: Device, tmp_path: Path,
     job(tmp_path / "a", eval_data=heldout, beta=0.4, loss_type="ipo").train()
     line = read_log(tmp_path / "a" / "run" / LOG)[-1]
     options = ["--model", model_dir("qwen2"), "--base-dtype", "f32", "--json", "--adapter", tmp_path / "a" / "run"]
-    found = json.loads(run("evaluate", "--data", heldout, *options).output())
-    assert (found["objective"], found["perplexity"]) == ("dpo", None)
-    assert found["loss"] == pytest.approx(line["eval_loss"], rel=1e-5)
-    for name, value in found["metrics"].items():
+    result = json.loads(run("evaluate", "--data", heldout, *options).output())
+    assert (result["objective"], result["perplexity"]) == ("dpo", None)
+    assert result["loss"] == pytest.approx(line["eval_loss"], rel=1e-5)
+    for name, value in result["metrics"].items():
         assert value == pytest.approx(line[f"eval_{name}"], rel=1e-4, abs=1e-5)
     base, other = json.loads(run("evaluate", "--data", heldout, "--compare", *options).output())
     assert base["metrics"]["rewards/margins"] == pytest.approx(0, abs=1e-5)
-    assert other["loss"] == found["loss"]
-    plain = str(written(tmp_path / "plain.jsonl", [{"input_ids": [1, 2, 3]}]))
+    assert other["loss"] == result["loss"]
+    plain = str(write_source(tmp_path / "plain.jsonl", [{"input_ids": [1, 2, 3]}]))
     assert json.loads(run("evaluate", "--data", plain, *options).output())["objective"] == "sft"
-    labelled = str(written(tmp_path / "l.jsonl", [{"prompt_ids": [1], "completion_ids": [2], "label": True}]))
+    labelled = str(write_source(tmp_path / "l.jsonl", [{"prompt_ids": [1], "completion_ids": [2], "label": True}]))
     assert "use --objective kto for such rows." in run("evaluate", "--data", labelled, *options).refusal()
 
 
 def test_a_prompt_is_mismatched_with_another_answer(tmp_path: Path) -> None:
     """That of the sample before it in the step or, in a step of one, of the next in the data; cut to the length."""
     rows = [{"prompt_ids": [i] * 3, "completion_ids": [10 + i] * (1 + i), "label": True} for i in range(4)]
-    data = str(written(tmp_path / "labelled.jsonl", rows))
+    data = str(write_source(tmp_path / "labelled.jsonl", rows))
     stream = job(tmp_path / "a", objective="kto", data=data, max_length=6, max_steps=1).run.stream
     groups = [group for batch in stream.heldout_groups([[0, 2], [3]], 0) for group in batch]
-    found = [group.kl_row for group in (*groups, stream.heldout_groups([[3]], 0)[0][0])]
+    kl_rows = [group.kl_row for group in (*groups, stream.heldout_groups([[3]], 0)[0][0])]
     expected = [([0] * 3, [13] * 3), ([2] * 3, [10]), ([3] * 3, [12] * 3), ([3] * 3, [10])]
     assert stream.longest_mismatched == 6
-    for segment, (prompt, answer) in zip(found, expected, strict=True):
+    for segment, (prompt, answer) in zip(kl_rows, expected, strict=True):
         assert segment.input_ids.tolist() == prompt + answer
         assert segment.labels.tolist() == [-100] * 3 + answer
 
@@ -267,7 +267,7 @@ def test_a_prompt_is_mismatched_with_another_answer(tmp_path: Path) -> None:
 def test_labelled_rows_and_their_log(device: Device, tmp_path: Path) -> None:
     """KTO with held-out rows; a step without undesirable answers logs nothing about them."""
     rows = [{"prompt_ids": [i], "completion_ids": [5, i, 7], "label": i != 3} for i in range(4)]
-    data = str(written(tmp_path / "labelled.jsonl", rows))
+    data = str(write_source(tmp_path / "labelled.jsonl", rows))
     job(tmp_path / "a", objective="kto", data=data, eval_data=data, max_steps=2).train()
     lines = read_log(tmp_path / "a" / "run" / LOG)
     assert {"eval_loss", "eval_rewards/margins", "eval_kl"} <= set(lines[0])
@@ -304,12 +304,12 @@ def golden_options(tmp_path: Path, name: str) -> dict[str, Any]:
     case = dict(CASES[name])
     data = tmp_path / f"{case['objective']}.jsonl"
     if not data.exists():
-        written(data, rows(case["objective"]))
+        write_source(data, rows(case["objective"]))
     initial, frozen = tmp_path / "start", tmp_path / "frozen"
     if not initial.exists():
-        chosen = {"target_modules": tuple(TARGETS.split(","))}
-        save_golden_adapter("qwen2", initial, modules=chosen["target_modules"], **chosen)
-        save_golden_adapter("qwen2", frozen, modules=chosen["target_modules"], scale=2.0, **chosen)
+        targets = {"target_modules": tuple(TARGETS.split(","))}
+        save_golden_adapter("qwen2", initial, modules=targets["target_modules"], **targets)
+        save_golden_adapter("qwen2", frozen, modules=targets["target_modules"], scale=2.0, **targets)
     if "reference_adapter" in case:
         case["reference_adapter"] = str(frozen)
     return {"init_adapter": str(initial), "data": str(data), **case}
@@ -335,14 +335,14 @@ def check(name: str, directory: Path, steps: int) -> None:
     curves = {key: value for key, value in values.items() if not key.startswith("final.")}
     assert len(curves) >= 6
     for key, curve in curves.items():
-        found, scale = [line[key] for line in log], float(np.abs(curve).mean())
-        assert found == pytest.approx(curve[:steps].tolist(), rel=1e-3, abs=1e-3 * scale), f"{name}: {key}"
+        series, scale = [line[key] for line in log], float(np.abs(curve).mean())
+        assert series == pytest.approx(curve[:steps].tolist(), rel=1e-3, abs=1e-3 * scale), f"{name}: {key}"
     if steps < STEPS:
         return
     first, (_, matrices) = load_file(FIXTURES / "golden" / "qwen2.safetensors"), read_adapter(directory)
     for module, pair in matrices.items():
-        for which, matrix in zip("AB", pair, strict=True):
-            short = f"{short_of(module)}.{which}"
+        for part, matrix in zip("AB", pair, strict=True):
+            short = f"{short_of(module)}.{part}"
             final = values[f"final.{short}"]
             error = np.linalg.norm(matrix - final) / np.linalg.norm(final - first[f"adapter.{short}"])
             assert error < 1e-3, f"{name}: {short}: {error}"
@@ -396,7 +396,7 @@ LOSS_CASES = [
 def inputs(kernel: Any, rng: np.random.Generator, scale: float = 1.0) -> dict[str, np.ndarray]:
     count = 1 if kernel is kto.kto_scores else 2
     stops = np.cumsum(rng.integers(2, 9, SIZE * count)).reshape(SIZE, count)
-    given = {
+    values = {
         "sums": -np.abs(rng.normal(size=(SIZE, count, 2))) * scale,
         "members": np.stack([stops - 2, stops], 2),
         "reference": -np.abs(rng.normal(size=(SIZE, count))) * scale,
@@ -405,21 +405,21 @@ def inputs(kernel: Any, rng: np.random.Generator, scale: float = 1.0) -> dict[st
         "shared_values": np.full(SIZE, 0.2),
     }
     outputs = {name: np.zeros(1) for name in ("slopes", "losses", "metrics")}
-    return {name: (given | outputs)[name] for name in kernel.bindings}
+    return {name: (values | outputs)[name] for name in kernel.bindings}
 
 
 @pytest.mark.parametrize(("kernel", "constants"), LOSS_CASES)
 def test_slopes_are_differences(kernel: Any, constants: dict[str, Any], rng: np.random.Generator) -> None:
-    given = inputs(kernel, rng)
+    values = inputs(kernel, rng)
 
     def loss(sums: np.ndarray) -> float:
-        return float((given["group_weights"] * kernel(**(given | {"sums": sums}), **CONSTANTS, **constants)[1]).sum())
+        return float((values["group_weights"] * kernel(**(values | {"sums": sums}), **CONSTANTS, **constants)[1]).sum())
 
-    slopes = kernel(**given, **CONSTANTS, **constants)[0].reshape(given["sums"].shape)
-    for place in np.ndindex(given["sums"].shape):
-        step = np.zeros_like(given["sums"])
+    slopes = kernel(**values, **CONSTANTS, **constants)[0].reshape(values["sums"].shape)
+    for place in np.ndindex(values["sums"].shape):
+        step = np.zeros_like(values["sums"])
         step[place] = 1e-6
-        difference = (loss(given["sums"] + step) - loss(given["sums"] - step)) / 2e-6
+        difference = (loss(values["sums"] + step) - loss(values["sums"] - step)) / 2e-6
         assert slopes[place] == pytest.approx(difference, rel=1e-6, abs=1e-9)
 
 

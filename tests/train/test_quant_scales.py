@@ -31,7 +31,7 @@ def options(tmp_path: Path, **changes: Any) -> TrainingArguments:
     if not rows.exists():
         random_rows(rows, 8, VOCAB)
         random_rows(heldout, 4, VOCAB, seed=0)
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "model": str(model_dir("qwen3")),
         "data": str(rows),
         "eval_data": str(heldout),
@@ -50,7 +50,7 @@ def options(tmp_path: Path, **changes: Any) -> TrainingArguments:
         "tune": False,
         "run_log": False,
     }
-    return TrainingArguments(**(given | changes))
+    return TrainingArguments(**(defaults | changes))
 
 
 def job(tmp_path: Path, **changes: Any) -> FinetuneJob:
@@ -85,11 +85,11 @@ def test_gradients_through_the_model(device: Device, tmp_path: Path, base: str) 
         direction = {n: rng.standard_normal(v.shape).astype(np.float32) * np.abs(v).mean() for n, v in begins.items()}
         loss, grads = loss_and_gradient(session, run.run)
         slope = sum((trained.names[n].cropped(grads[trained.names[n].page]) * d).sum() for n, d in direction.items())
-        found = []
+        losses = []
         for step in (-4e-3, 4e-3):
             trained.write(session.device, {n: begins[n] + np.float32(step) * d for n, d in direction.items()})
-            found.append(loss_and_gradient(session, run.run)[0])
-        assert slope == pytest.approx((found[1] - found[0]) / 8e-3, rel=2e-2)
+            losses.append(loss_and_gradient(session, run.run)[0])
+        assert slope == pytest.approx((losses[1] - losses[0]) / 8e-3, rel=2e-2)
         assert abs(slope) > 1e-3 * loss
     finally:
         session.close()
@@ -110,9 +110,9 @@ def test_it_trains_resumes_and_writes_models(tmp_path: Path, capsys: pytest.Capt
     for form in ("f16", "f32"):
         model = directory / f"last-{form}"
         assert json.loads((model / "config.json").read_text())["quantization_config"]["quant_method"] == "wgpu_lora"
-        found = evaluate(model=str(model), data=options(tmp_path).eval_data)
+        evaluation = evaluate(model=str(model), data=options(tmp_path).eval_data)
         close = 1e-6 if form == "f16" else 1e-3
-        assert found.loss == pytest.approx(state.last_eval_loss, rel=close)
+        assert evaluation.loss == pytest.approx(state.last_eval_loss, rel=close)
         tables = load_file(model / "model.safetensors")
         assert tables["model.layers.0.mlp.up_proj.weight.table"].dtype == np.dtype(form.replace("f", "float"))
     up = trained["model.layers.0.mlp.up_proj.constants"]

@@ -39,8 +39,8 @@ def test_a_record_of_the_version_before_is_read_and_written_as_todays(tmp_path: 
     assert record.eval_loss == record.state.last_eval_loss == pytest.approx(7.5377, abs=1e-4)
     assert record.environment.device.kind == "software"
     record.write(tmp_path)
-    written = json.loads((tmp_path / RUN).read_text())
-    assert written.pop("schema") == SCHEMA
+    output = json.loads((tmp_path / RUN).read_text())
+    assert output.pop("schema") == SCHEMA
     before = json.loads((SINGLE / RUN).read_text())
     before["environment"]["device"] |= {"miscompiled": [], "units": ""}  # not known then
     before["data"]["prompt_format"] = None
@@ -48,8 +48,8 @@ def test_a_record_of_the_version_before_is_read_and_written_as_todays(tmp_path: 
     del before["state"]["heldout_seconds"]
     before["state"] |= {"elapsed_seconds": 0.0, "step_seconds": 0.0, "warming_seconds": 0.0, "warmed_seconds": None}
     before["state"] |= {"warmed_step": 0, "between_seconds": {}, "ending": False, "schedule_start": 0}
-    assert written["options"] == TrainingArguments().as_dict() | before["options"]
-    assert written | {"options": None} == before | {"options": None}
+    assert output["options"] == TrainingArguments().as_dict() | before["options"]
+    assert output | {"options": None} == before | {"options": None}
     assert RunRecord.read(tmp_path) == record
     assert read_runs([SINGLE])[0].record == record
 
@@ -59,19 +59,23 @@ def test_what_an_earlier_version_did_not_know_has_its_default(tmp_path: Path) ->
     del facts["options"]["compute_dtype"], facts["state"]["processed_tokens"]
     record = RunRecord.from_json(facts)
     assert (record.options.compute_dtype, record.state.processed_tokens) == ("f32", 0)
-    kept = shutil.copytree(run_checkpoint.latest_checkpoint(RUNS / "single"), tmp_path / "step-4")
-    state = json.loads((kept / STATE).read_text())
+    checkpoint = shutil.copytree(run_checkpoint.latest_checkpoint(RUNS / "single"), tmp_path / "step-4")
+    state = json.loads((checkpoint / STATE).read_text())
     seconds = state["state"]["seconds"]
     del state["state"]["processed_tokens"]
     for schema in (1, 2):
-        (kept / STATE).write_text(json.dumps(state | {"schema": schema}))
-        found = run_checkpoint.read_state(kept)[0]
-        assert (found.processed_tokens, found.elapsed_seconds, found.warmed_seconds) == (0, seconds, None)
+        (checkpoint / STATE).write_text(json.dumps(state | {"schema": schema}))
+        checkpoint_state = run_checkpoint.read_state(checkpoint)[0]
+        assert (
+            checkpoint_state.processed_tokens,
+            checkpoint_state.elapsed_seconds,
+            checkpoint_state.warmed_seconds,
+        ) == (0, seconds, None)
     assert seconds > 0
     state["schema"] = SCHEMA  # today's has them all
-    (kept / STATE).write_text(json.dumps(state))
+    (checkpoint / STATE).write_text(json.dumps(state))
     with pytest.raises(ValueError, match="heldout_seconds' is not known"):
-        run_checkpoint.read_state(kept)
+        run_checkpoint.read_state(checkpoint)
 
 
 NEWER = f"was written by a newer version of wgpu-lora (schema {SCHEMA + 1}, and this version reads up"
@@ -112,7 +116,7 @@ def test_other_records_of_a_newer_version(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("schema", 0, "the schema of run.json is 0"),
         ("schema", "2", "the schema of run.json is '2'"),
@@ -128,32 +132,34 @@ def test_other_records_of_a_newer_version(tmp_path: Path) -> None:
         ("state", {"seconds": float("nan")}, "'state.seconds' must be a finite number, not NaN"),
     ],
 )
-def test_a_record_that_cannot_be_is_one_sentence(tmp_path: Path, name: str, value: object, said: str) -> None:
+def test_a_record_that_cannot_be_is_one_sentence(tmp_path: Path, name: str, value: object, message: str) -> None:
     facts = json.loads((SINGLE / RUN).read_text())
     (tmp_path / RUN).write_text(json.dumps(facts | {name: value}))
-    with pytest.raises(UserError, match=said) as raised:
+    with pytest.raises(UserError, match=message) as raised:
         RunRecord.read(tmp_path)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("option", "what", "known"),
+    ("option", "what", "choices"),
     [
         ("objective", "objective", ", ".join(OBJECTIVES)),
         ("optim", "optimizer", ", ".join(OPTIMIZERS)),
         ("base_dtype", "base format", ", ".join(BASE_FORMATS)),
     ],
 )
-def test_a_run_of_something_that_is_not_registered_here(tmp_path: Path, option: str, what: str, known: str) -> None:
+def test_a_run_of_something_that_is_not_registered_here(tmp_path: Path, option: str, what: str, choices: str) -> None:
     """Reading the run and resuming it both say that it is the run's."""
     facts = json.loads((SINGLE / RUN).read_text())
     facts["options"][option] = "mine"
     (tmp_path / RUN).write_text(json.dumps(facts))
-    said = f"The run in {tmp_path} was trained with {what} 'mine', which is not registered here: the registered ones "
-    said += f"are {known}."
-    with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
+    message = (
+        f"The run in {tmp_path} was trained with {what} 'mine', which is not registered here: the registered ones "
+    )
+    message += f"are {choices}."
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         RunRecord.read(tmp_path)
-    with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         merge_resumed_options({}, facts["options"], None, tmp_path, "Here")
 
 

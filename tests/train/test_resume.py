@@ -85,13 +85,13 @@ def weights(directory: Path) -> bytes:
 
 def test_a_killed_run_resumes_byte_for_byte(device: Device, tmp_path: Path, finished_run: Path) -> None:
     """SIGKILL after step 5, in the middle of the second epoch; the last checkpoint is of step 4."""
-    given, killed = run_options(finished_run, output=str(tmp_path / "run")), tmp_path / "run"
-    process = child(given, deadly=5)
+    arguments, killed = run_options(finished_run, output=str(tmp_path / "run")), tmp_path / "run"
+    process = child(arguments, deadly=5)
     process.communicate(timeout=300)
     assert process.returncode == -signal.SIGKILL
     assert not (killed / WEIGHTS).exists()
     assert run_checkpoint.list_checkpoints(killed / "checkpoints")[-1][0] == 4
-    train(device, given | {"resume": True})
+    train(device, arguments | {"resume": True})
     assert result(killed) == result(finished_run / "run")
     final = "checkpoints/step-7/optimizer.safetensors"
     assert (killed / final).read_bytes() == (finished_run / "run" / final).read_bytes()
@@ -118,8 +118,8 @@ def test_kill_at_random_instants_of_saving_leaves_a_good_checkpoint(tmp_path: Pa
         time.sleep(float(rng.uniform(0.05, 0.4)))
         process.kill()
         process.communicate()
-        found = run_checkpoint.list_checkpoints(Path(str(opts["output"])) / "checkpoints")
-        for _, directory in found:
+        checkpoints = run_checkpoint.list_checkpoints(Path(str(opts["output"])) / "checkpoints")
+        for _, directory in checkpoints:
             state, _ = run_checkpoint.read_state(directory)
             assert directory.name == f"step-{state.step}"
             read_adapter(directory)
@@ -143,7 +143,7 @@ def test_an_interrupt_before_the_first_step_goes_on_as_well(device: Device, tmp_
 
 def test_resuming_needs_the_same_rows_and_a_checkpoint(device: Device, tmp_path: Path, finished_run: Path) -> None:
     run = Path(shutil.copytree(finished_run / "run", tmp_path / "run"))
-    given = run_options(finished_run, output=str(run))
+    arguments = run_options(finished_run, output=str(run))
     other = str(random_rows(tmp_path / "rows.jsonl", 12, 301, seed=1))
     for changes, words in (
         ({"resume": True, "learning_rate": 5e-4}, r"learning_rate was 0\.001"),
@@ -152,7 +152,7 @@ def test_resuming_needs_the_same_rows_and_a_checkpoint(device: Device, tmp_path:
         ({"resume": True, "output": str(tmp_path / "empty")}, "no checkpoint"),
     ):
         with pytest.raises(UserError, match=words):
-            train(device, given | changes)
+            train(device, arguments | changes)
 
 
 def test_a_nan_stops_the_run_without_an_update(device: Device, tmp_path: Path) -> None:
@@ -174,21 +174,21 @@ def test_a_nan_stops_the_run_without_an_update(device: Device, tmp_path: Path) -
 
 def test_a_resumed_run_knows_what_it_began_with(qwen2: LoadedModel, tmp_path: Path, finished_run: Path) -> None:
     """If no checkpoint is sound, it falls back to that."""
-    given = run_options(finished_run, output=str(tmp_path / "run"))
-    fresh = prepare_job(TrainingArguments(**given), qwen2).run.subject.initial
+    arguments = run_options(finished_run, output=str(tmp_path / "run"))
+    fresh = prepare_job(TrainingArguments(**arguments), qwen2).run.subject.initial
     killed_run(finished_run, tmp_path, step=2)
-    resumed = prepare_job(TrainingArguments(**given, resume=True), qwen2)
+    resumed = prepare_job(TrainingArguments(**arguments, resume=True), qwen2)
     run, session = resumed.run, resumed.session
     run.prepare_directory()
     session.allocate()
     run.place(session)
     run.fall_back(session)
-    found, moments = session.adapters.read(qwen2.device, 0), session.optimizer.state.read(qwen2.device, 0)
+    matrices, moments = session.adapters.read(qwen2.device, 0), session.optimizer.state.read(qwen2.device, 0)
     session.close()
     assert run.state.step == 0
-    assert found.keys() == fresh.keys()
+    assert matrices.keys() == fresh.keys()
     for key, pair in fresh.items():
-        for have, want in zip(found[key], pair, strict=True):
+        for have, want in zip(matrices[key], pair, strict=True):
             np.testing.assert_array_equal(have, want)
     assert not any(values.any() for values in moments.values())
 
@@ -198,8 +198,8 @@ def test_an_initial_adapter_sets_the_options_and_survives_resuming(device: Devic
     train(device, options(tmp_path, "first", lora_r=2, lora_alpha=64, target_modules="q_proj,v_proj", max_steps=2))
     changes = {"init_adapter": str(tmp_path / "first"), "lora_r": 16, "target_modules": "all-linear"}
     whole = train(device, options(tmp_path, "whole", **changes))
-    kept = {name: getattr(whole.options, name) for name in ("lora_r", "lora_alpha", "target_modules")}
-    assert kept == {"lora_r": 2, "lora_alpha": 64, "target_modules": "q_proj,v_proj"}
+    adapter_options = {name: getattr(whole.options, name) for name in ("lora_r", "lora_alpha", "target_modules")}
+    assert adapter_options == {"lora_r": 2, "lora_alpha": 64, "target_modules": "q_proj,v_proj"}
 
     train(device, options(tmp_path, "parts", **changes), lambda result: result.step == 3)
     train(device, options(tmp_path, "parts", lora_r=16, resume=True))
@@ -235,8 +235,8 @@ def epoch_options(tmp_path: Path, name: str, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def train_epochs(device: Device, given: dict[str, Any], callback: Callback = lambda result: None) -> RunRecord:
-    args, _ = resolve_options(given, None, "finetune()")
+def train_epochs(device: Device, settings: dict[str, Any], callback: Callback = lambda result: None) -> RunRecord:
+    args, _ = resolve_options(settings, None, "finetune()")
     return finetune.prepare_job(args, open_model(str(args.model), device, args.base_dtype)).train(
         hearing(step=callback)
     )
@@ -264,9 +264,9 @@ def test_a_constant_rate_goes_on_as_one_run(
     train_epochs(device, epoch_options(finished.parent, "whole", output=str(whole), num_train_epochs=4.0))
     for name in (WEIGHTS, MOMENTS):
         assert (finished_copy / name).read_bytes() == (whole / name).read_bytes(), name
-    kept = ("step", "epoch", "loss", "eval_loss", "learning_rate", "grad_norm")
+    keys = ("step", "epoch", "loss", "eval_loss", "learning_rate", "grad_norm")
     logs = [
-        [{key: line.get(key) for key in kept} for line in read_log(place / LOG)] for place in (finished_copy, whole)
+        [{key: line.get(key) for key in keys} for line in read_log(place / LOG)] for place in (finished_copy, whole)
     ]
     assert logs[0] == logs[1]
     assert [line["step"] for line in logs[0]] == list(range(9))  # of a short run every one
@@ -284,7 +284,7 @@ def test_the_schedule_can_start_anew(device: Device, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "more", "said"),
+    ("kind", "more", "message"),
     [
         (
             "constant",
@@ -296,16 +296,16 @@ def test_the_schedule_can_start_anew(device: Device, tmp_path: Path) -> None:
     ],
 )
 def test_what_a_longer_plan_does_is_said(
-    device: Device, tmp_path: Path, kind: str, more: dict[str, Any], said: str
+    device: Device, tmp_path: Path, kind: str, more: dict[str, Any], message: str
 ) -> None:
     train_epochs(device, epoch_options(tmp_path, "run", lr_scheduler_type=kind, eval_data=None))
     args, _ = resolve_options({"output": str(tmp_path / "run"), "resume": True, **more}, None, "here")
     job = finetune.prepare_job(args, open_model(str(args.model), device, args.base_dtype))
-    assert said in job.run.notes[-1]
+    assert message in job.run.notes[-1]
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("settings", "message"),
     [
         (
             {"learning_rate": 0.5},
@@ -318,9 +318,9 @@ def test_what_a_longer_plan_does_is_said(
         ),
     ],
 )
-def test_what_may_not_change(device: Device, finished_copy: Path, given: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        train_epochs(device, {"output": str(finished_copy), "resume": True, **given})
+def test_what_may_not_change(device: Device, finished_copy: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        train_epochs(device, {"output": str(finished_copy), "resume": True, **settings})
 
 
 def test_a_relative_path_is_found_from_elsewhere(
@@ -354,7 +354,7 @@ def test_before_the_first_step(device: Device, tmp_path: Path, finished: Path, f
     args, _ = resolve_options(
         {"output": str(finished_copy), "resume": True, "num_train_epochs": 2.5}, None, "finetune()"
     )
-    hear = hearing(evaluating=lambda found: again.append(found.step))
+    hear = hearing(evaluating=lambda evaluation: again.append(evaluation.step))
     finetune.prepare_job(args, open_model(str(args.model), device, args.base_dtype)).train(hear)
     assert again
     assert 0 not in again  # once for a run, not when it is resumed
@@ -404,8 +404,8 @@ def test_a_pipeline_lives_with_its_adapters(pipeline: Path, run: Run) -> None:
 def test_epochs_that_are_asked_for_now_win_over_a_limit_of_before(tmp_path: Path) -> None:
     recorded = {"max_steps": 4, "num_train_epochs": 2.0}
     assert merge_resumed_options({"num_train_epochs": 3.0}, recorded, None, tmp_path, "here").max_steps == -1
-    for given in ({"num_train_epochs": 2.0}, {"max_steps": 4}, {}):
-        assert merge_resumed_options(given, recorded, None, tmp_path, "here").max_steps == 4
+    for settings in ({"num_train_epochs": 2.0}, {"max_steps": 4}, {}):
+        assert merge_resumed_options(settings, recorded, None, tmp_path, "here").max_steps == 4
 
 
 def test_what_differs_between_pipelines() -> None:

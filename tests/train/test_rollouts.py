@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.shared_runs import assert_resumes_exactly, result
-from support.sources import written
+from support.sources import write_source
 from support.training import golden_arguments
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
@@ -40,7 +40,7 @@ def equal(completions, **columns):
 def prompts(path: Path, count: int = 6, seed: int = 0) -> Path:
     rng = np.random.default_rng(seed)
     rows = [{"prompt_ids": rng.integers(0, 301, 3 + i % 4).tolist(), "wanted": i % 2 or None} for i in range(count)]
-    return written(path, rows)
+    return write_source(path, rows)
 
 
 def job(directory: Path, **changes: Any) -> Job[Any]:
@@ -63,12 +63,12 @@ def job(directory: Path, **changes: Any) -> Job[Any]:
 
 def test_steps_learn_from_what_they_sampled(device: Device, tmp_path: Path) -> None:
     """Tokens are sampled with the log-probabilities that are trained; the reward rises, and the log has TRL's names."""
-    made = job(tmp_path / "a", max_steps=12, learning_rate=3e-2, lr_scheduler_type="constant", warmup_ratio=0.0)
-    stream = made.run.stream
+    training_job = job(tmp_path / "a", max_steps=12, learning_rate=3e-2, lr_scheduler_type="constant", warmup_ratio=0.0)
+    stream = training_job.run.stream
     assert isinstance(stream, RolloutStream)
     assert (stream.prompts, stream.parts, stream.phase_steps) == (2, 1, 1)
-    assert made.run.args.beta == 0  # the record has the objective's own
-    made.train()
+    assert training_job.run.args.beta == 0  # the record has the objective's own
+    training_job.train()
     lines = read_log(tmp_path / "a" / "run" / LOG)
     names = ["reward", "reward_std", "frac_reward_zero_std", "rewards/small/mean", "completions/mean_length", "entropy"]
     names += ["completions/clipped_ratio", "clip_ratio/region_mean", "sampling/sampling_logp_difference/mean"]
@@ -79,14 +79,14 @@ def test_steps_learn_from_what_they_sampled(device: Device, tmp_path: Path) -> N
     first, last = (np.mean([line["reward"] for line in some]) for some in (lines[:3], lines[-3:]))
     assert last > first + 0.15
     assert stream.phase is not None
-    entropies = np.concatenate([one.entropies for one in stream.phase.completions])
+    entropies = np.concatenate([completion.entropies for completion in stream.phase.completions])
     assert entropies.mean() == pytest.approx(lines[-1]["entropy"], rel=1e-4)
     shown = [json.loads(line) for line in (tmp_path / "a" / "run" / COMPLETIONS).read_text().splitlines()]
-    assert [one["step"] for one in shown] == [step for step in range(1, 13) for _ in range(4)]
+    assert [sample["step"] for sample in shown] == [step for step in range(1, 13) for _ in range(4)]
     for group in range(0, len(shown), 4):
         some = shown[group : group + 4]
-        assert sum(one["advantage"] for one in some) == pytest.approx(0, abs=1e-5)
-        assert all(len(one["completion"].split()) == 6 and 0 <= one["rewards"]["small"] <= 1 for one in some)
+        assert sum(sample["advantage"] for sample in some) == pytest.approx(0, abs=1e-5)
+        assert all(len(sample["completion"].split()) == 6 and 0 <= sample["rewards"]["small"] <= 1 for sample in some)
 
 
 PHASES: list[dict[str, Any]] = [
@@ -124,7 +124,7 @@ def test_an_interrupt_in_any_phase_loses_nothing(device: Device, tmp_path: Path,
             if at == (self.steps, 0):
                 os.kill(os.getpid(), signal.SIGINT)
 
-        def answering(self, done: int, total: int, tokens: int) -> None:
+        def answering(self, count: int, total: int, tokens: int) -> None:
             self.calls += 1
             if at == (self.steps, self.calls):
                 os.kill(os.getpid(), signal.SIGINT)
@@ -153,9 +153,9 @@ def test_completions_of_another_run_are_refused(device: Device, tmp_path: Path) 
 
 def test_several_adapters_sample_and_train_together(device: Device, tmp_path: Path) -> None:
     """One by rewards, one by answers, in shared batches; the report shows the completions."""
-    made = job(tmp_path / "a")
-    args = made.run.args
-    rows = written(tmp_path / "rows.jsonl", [{"input_ids": [1, 2, 3, 4, 5 + i]} for i in range(4)])
+    training_job = job(tmp_path / "a")
+    args = training_job.run.args
+    rows = write_source(tmp_path / "rows.jsonl", [{"input_ids": [1, 2, 3, 4, 5 + i]} for i in range(4)])
     tasks = [
         {"data": args.data, "checkpoint": str(tmp_path / "grpo"), "objective": "grpo",
          "reward_funcs": args.reward_funcs, "num_generations": 4, "max_completion_length": 6, "learning_rate": 0.03},
@@ -198,35 +198,39 @@ class _Turns:
 
 
 def with_tools(directory: Path, **changes: Any) -> Job[Any]:
-    made = job(directory, **{"max_completion_length": 12, "num_iterations": 2, "save_steps": 1, **changes})
-    made.run.rollouts = replace(made.run.rollouts, tokenizer=_Tokenizer(), tools=_Turns())
-    return made
+    training_job = job(directory, **{"max_completion_length": 12, "num_iterations": 2, "save_steps": 1, **changes})
+    training_job.run.rollouts = replace(training_job.run.rollouts, tokenizer=_Tokenizer(), tools=_Turns())
+    return training_job
 
 
 def test_results_of_tools_are_not_trained_on(device: Device, tmp_path: Path) -> None:
     """Their tokens are inputs only; sampling goes on behind them, with log-probabilities that training finds again."""
-    made = with_tools(tmp_path / "a")
-    made.train()
-    stream = made.run.stream
+    training_job = with_tools(tmp_path / "a")
+    training_job.train()
+    stream = training_job.run.stream
     assert isinstance(stream, RolloutStream)
     assert stream.phase
-    followed = [one for one in stream.phase.completions if 0 in one.tool_mask]
+    followed = [item for item in stream.phase.completions if 0 in item.tool_mask]
     assert followed
-    for one in followed:
-        [begin] = [i for i in range(len(one.token_ids)) if one.tool_mask[i] == 0 and one.tool_mask[i - 1] == 1]
-        assert one.token_ids[begin - 1] < 60
-        assert one.token_ids[begin : begin + 3] == [7, 8, 9]
-        assert one.tool_mask[begin : begin + 3] == [0, 0, 0]
-        assert 0 < len(one.token_ids) - begin - 3 == sum(one.tool_mask[begin + 3 :])
-        [segment] = stream.segments([one], 0)
-        assert (segment.labels == -100).sum() == len(segment.labels) - one.size
-    ended = [one for one in stream.phase.completions if one.stopped]
+    for completion in followed:
+        [begin] = [
+            i
+            for i in range(len(completion.token_ids))
+            if completion.tool_mask[i] == 0 and completion.tool_mask[i - 1] == 1
+        ]
+        assert completion.token_ids[begin - 1] < 60
+        assert completion.token_ids[begin : begin + 3] == [7, 8, 9]
+        assert completion.tool_mask[begin : begin + 3] == [0, 0, 0]
+        assert 0 < len(completion.token_ids) - begin - 3 == sum(completion.tool_mask[begin + 3 :])
+        [segment] = stream.segments([completion], 0)
+        assert (segment.labels == -100).sum() == len(segment.labels) - completion.size
+    ended = [item for item in stream.phase.completions if item.stopped]
     assert 0 < len(ended) < len(stream.phase.completions)
     masked = replace(stream, args=replace(stream.args, mask_truncated_completions=True))
     step = next(step for step in masked.steps(stream.phase.epoch, stream.phase.start))
     groups = [group for batch in masked.groups(step) for group in batch]
-    assert [group.label for group in groups] == [one.advantage for one in ended]
-    assert all(group.weight == pytest.approx(1 / sum(one.size for one in ended)) for group in groups)
+    assert [group.label for group in groups] == [item.advantage for item in ended]
+    assert all(group.weight == pytest.approx(1 / sum(item.size for item in ended)) for group in groups)
     line = read_log(tmp_path / "a" / "run" / LOG)[0]
     assert 0 < line["sampling/sampling_logp_difference/max"] < 1e-4
     assert (line["tools/call_frequency"], line["tools/failure_frequency"]) == (1, 0.25)
@@ -248,11 +252,11 @@ def test_memory_is_that_of_the_larger_phase(tmp_path: Path) -> None:
     """Sampling adds its cache and inputs, but no activations where those of a step are larger."""
     session = job(tmp_path / "a").session
     assert session.engine is not None
-    both, plan = session.memory().groups, session.engine.all_programs()
+    groups, plan = session.memory().groups, session.engine.all_programs()
     alone = [program.plan().sizes for program in plan]
     step = [program.plan().sizes for program in session.programs()]
-    assert both["activations"] == sum(np.max([s for s in [*alone, *step] if len(s) == 1], axis=0))
-    assert both["cache"] > 0
+    assert groups["activations"] == sum(np.max([s for s in [*alone, *step] if len(s) == 1], axis=0))
+    assert groups["cache"] > 0
 
 
 def test_rewards_that_teach_nothing_are_said(device: Device, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def checked(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     numbers = count()
 
     def forget() -> set[str]:
-        right = {found.kernel for found in verdicts_of(device)._all().values() if found.right}
+        right = {verdict.kernel for verdict in verdicts_of(device)._all().values() if verdict.right}
         monkeypatch.setattr(device, "verdicts", Verdicts(device, tmp_path / f"cache {next(numbers)}"))
         return right
 
@@ -109,8 +109,8 @@ def test_nor_where_a_model_is_certain(device: Device, tmp_path: Path, checked: C
     assert checked() >= FORWARD
     adapters = load_adapters(device, model.config, [learned])
     with Generator(model, adapters, capacity=16, batch=1, buckets=(16,)) as generator:
-        (found,) = generator.generate([ids[0, :4]], [0], max_new_tokens=4)
-    assert found.token_ids == ids[0, 4:8].tolist()
+        (answer,) = generator.generate([ids[0, :4]], [0], max_new_tokens=4)
+    assert answer.token_ids == ids[0, 4:8].tolist()
     assert checked() >= FORWARD
 
 
@@ -175,12 +175,12 @@ def tilings_of(device: Device, call: module.Dispatch) -> Sequence[Tiling]:
 def seconds(device: Device, job: Job) -> list[Tiling]:
     """The second tiling of each heavy dispatch, or of the first one that shares its choice, if it may have that."""
     first: dict[str, Tiling] = {}
-    found = []
+    selection = []
     for step in heavy(job):
         tilings = tilings_of(device, step)
-        chosen = first.setdefault(choice_key(step.kernel, step.present, step.constants), tilings[1])
-        found.append(chosen if chosen in tilings else tilings[0])
-    return found
+        tiling = first.setdefault(choice_key(step.kernel, step.present, step.constants), tilings[1])
+        selection.append(tiling if tiling in tilings else tilings[0])
+    return selection
 
 
 def heavy(job: Job) -> list[module.Dispatch]:

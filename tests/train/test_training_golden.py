@@ -56,9 +56,9 @@ def test_gradients_match_where_q_k_and_v_together_exceed_a_binding(
     def limited(*args: Any, **options: Any) -> list[Tensor]:
         with monkeypatch.context() as patch:
             patch.setattr(device, "max_binding", 256)
-            found = linears(*args, **options)
-        storages.append(len({y.storage for y in found}))
-        return found
+            outputs = linears(*args, **options)
+        storages.append(len({y.storage for y in outputs}))
+        return outputs
 
     monkeypatch.setattr(layer_context, "adapted_linears", limited)
     job = golden_job(device, tmp_path, architecture, "nf4", gradient_checkpointing=recompute)
@@ -105,8 +105,8 @@ def test_curve_matches_peft(device: Device, tmp_path: Path, architecture: str, b
     assert [line["grad_norm"] for line in log] == pytest.approx(values[f"grad_norms.{base}"].tolist(), rel=1e-3)
     _, matrices = read_adapter(tmp_path / "run")
     for module, pair in matrices.items():
-        for which, matrix in zip("AB", pair, strict=True):
-            name = f"{short_of(module)}.{which}"
+        for part, matrix in zip("AB", pair, strict=True):
+            name = f"{short_of(module)}.{part}"
             first, final = values[f"adapter.{name}"], values[f"final.{base}.{name}"]
             error = np.linalg.norm(matrix - final) / np.linalg.norm(final - first)
             assert error < 1e-3, f"{name}: {error}"
@@ -177,16 +177,16 @@ def test_adapters_together_are_as_alone(device: Device, tmp_path: Path, architec
     """Of different ranks and modules, in shared batches. Within 1e-4 of the change, by Frobenius norm."""
     model: LoadedModel = open_model(str(model_dir(architecture)), device)
     own: dict[str, dict[str, Any]] = {"a": {}, "b": {"rank": 2, "target_modules": "attention"}}
-    for seed, each in enumerate(own):
-        own[each]["data"] = str(random_rows(tmp_path / f"{each}.jsonl", 8, 140, seed))
+    for seed, adapter in enumerate(own):
+        own[adapter]["data"] = str(random_rows(tmp_path / f"{adapter}.jsonl", 8, 140, seed))
     tasks = [{"checkpoint": str(tmp_path / name), **values} for name, values in own.items()]
     shared = {name: value for name, value in OPTIONS.items() if name != "save_steps"}
     MultiAdapterPipeline(tasks, model, output=str(tmp_path / "pipeline"), **shared).train()
     for name, values in own.items():
-        said = {"lora_r" if key == "rank" else key: value for key, value in values.items()}
+        options_of = {"lora_r" if key == "rank" else key: value for key, value in values.items()}
         for place, steps in (("alone", {}), ("start", {"learning_rate": 0.0, "max_steps": 1})):
             output = str(tmp_path / place / name)
-            args = TrainingArguments(**{**shared, **said, **steps, "model": model.name, "output": output})
+            args = TrainingArguments(**{**shared, **options_of, **steps, "model": model.name, "output": output})
             prepare_job(args, model).train()
         start = tmp_path / "start" / name
         moved, expected = change(tmp_path / name, start), change(tmp_path / "alone" / name, start)

@@ -61,8 +61,8 @@ def long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options(place: Path, name: str = "run", **changes: Any) -> dict[str, Any]:
     """Without checkpoints, unless a test asks for them."""
-    given = run_options(place, name, **{"model": None, "save_total_limit": None, **NEVER, **changes})
-    return {name: value for name, value in given.items() if value is not None}
+    arguments = run_options(place, name, **{"model": None, "save_total_limit": None, **NEVER, **changes})
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 @pytest.mark.usefixtures("long_steps")
@@ -78,14 +78,14 @@ def options(place: Path, name: str = "run", **changes: Any) -> dict[str, Any]:
 def test_the_newest_complete_state_is_resumed(
     qwen2: LoadedModel, tmp_path: Path, finished_run: Path, changes: dict[str, Any], newest: str
 ) -> None:
-    given = options(finished_run, output=str(tmp_path / "run"), **changes)
+    arguments = options(finished_run, output=str(tmp_path / "run"), **changes)
     with pytest.raises(Killed):
-        api.finetune(qwen2, callback=killed_after(5), **given)
-    found = run_checkpoint.latest_checkpoint(tmp_path / "run")
-    assert (found.name, read_state(found)[0].step) == (newest, 4)
+        api.finetune(qwen2, callback=killed_after(5), **arguments)
+    checkpoint = run_checkpoint.latest_checkpoint(tmp_path / "run")
+    assert (checkpoint.name, read_state(checkpoint)[0].step) == (newest, 4)
     with pytest.raises(UserError, match=r"already holds a run: continue it with resume=True, begin over with overwr"):
-        api.finetune(qwen2, **given)
-    api.finetune(qwen2, resume=True, output=given["output"])
+        api.finetune(qwen2, **arguments)
+    api.finetune(qwen2, resume=True, output=arguments["output"])
     assert result(tmp_path / "run") == result(finished_run / "run")
 
 
@@ -117,10 +117,10 @@ def test_overwriting_begins_over_and_keeps_what_is_not_the_runs(
 def test_a_run_that_is_refused_overwrites_nothing(qwen2: LoadedModel, tmp_path: Path, finished_run: Path) -> None:
     run = Path(shutil.copytree(finished_run / "run", tmp_path / "run"))
     (tmp_path / "bad.jsonl").write_text("{")
-    given = options(finished_run, output=str(run), overwrite=True)
+    arguments = options(finished_run, output=str(run), overwrite=True)
     for wrong in ({"data": str(tmp_path / "bad.jsonl")}, {"memory_budget": "1kB"}, {"resume": True}):
         with pytest.raises(UserError):
-            api.finetune(qwen2, **given | wrong)
+            api.finetune(qwen2, **arguments | wrong)
     assert files_of(run) == files_of(finished_run / "run")
 
 
@@ -138,24 +138,24 @@ def test_a_run_that_is_refused_overwrites_nothing(qwen2: LoadedModel, tmp_path: 
 def test_a_checkpoint_is_due_by_time(
     qwen2: LoadedModel, tmp_path: Path, minutes: float, steps: int, took: float, saved: list[int]
 ) -> None:
-    given = options(tmp_path, eval_data=None, save_steps=steps, save_minutes=minutes)
-    job, found = prepare_job(TrainingArguments(**given), qwen2), list[int]()
+    arguments = options(tmp_path, eval_data=None, save_steps=steps, save_minutes=minutes)
+    job, checkpoint_steps = prepare_job(TrainingArguments(**arguments), qwen2), list[int]()
 
     def step(result: StepResult) -> None:
         job.run.state.between_seconds[CHECKPOINT] = took
 
-    job.train(hearing(step=step, saved=lambda path, step, adapter: found.append(step)))
-    assert found == saved
+    job.train(hearing(step=step, saved=lambda path, step, adapter: checkpoint_steps.append(step)))
+    assert checkpoint_steps == saved
 
 
 def pipeline(qwen2: LoadedModel, tmp_path: Path, place: str, **how: Any) -> MultiAdapterPipeline:
-    given = options(tmp_path, place, **how)
-    own = {name: given.pop(name) for name in ("data", "eval_data", "output", "max_steps", "lora_r")}
+    arguments = options(tmp_path, place, **how)
+    own = {name: arguments.pop(name) for name in ("data", "eval_data", "output", "max_steps", "lora_r")}
     adapters = [
         {"data": own["data"], "eval_data": own["eval_data"], "checkpoint": f"{own['output']}/{n}", "max_steps": s}
         for n, s in (("a", 7), ("b", 4))
     ]
-    return MultiAdapterPipeline(adapters, qwen2, output=f"{own['output']}/pipeline", lora_r=4, **given)
+    return MultiAdapterPipeline(adapters, qwen2, output=f"{own['output']}/pipeline", lora_r=4, **arguments)
 
 
 @pytest.mark.usefixtures("long_steps")
@@ -185,8 +185,8 @@ NEWEST = r"and the newest complete state is (\S+): make room for ([\d,]+) bytes 
 
 
 def disk_options(place: Path, output: Path) -> dict[str, Any]:
-    given = run_options(place, output=str(output))
-    return {name: value for name, value in given.items() if name != "model"}
+    arguments = run_options(place, output=str(output))
+    return {name: value for name, value in arguments.items() if name != "model"}
 
 
 def later_best(path: Path, data: bytes = b"") -> bool:
@@ -202,9 +202,9 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch, full: Callable[[Path, bytes], boo
         if full(path, data) and (reserved or even_then):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def write_line(log: Log, said: dict[str, Any]) -> None:
-        refuse(log.path, str(said["step"]).encode())
-        line(log, said)
+    def write_line(log: Log, facts: dict[str, Any]) -> None:
+        refuse(log.path, str(facts["step"]).encode())
+        line(log, facts)
 
     def write_directory(own: PlainFiles, final: Path, files: Any) -> None:
         refuse(final)
@@ -247,8 +247,8 @@ def test_the_last_state_is_saved_and_goes_on(
         fill_disk(patched, full, even_then)
         with pytest.raises(StorageError, match=NEWEST) as error:
             api.finetune(qwen2, **disk_options(finished_run, run))
-    found = re.search(NEWEST, str(error.value))
-    assert found[1] == str(run / newest)
+    match = re.search(NEWEST, str(error.value))
+    assert match[1] == str(run / newest)
     assert run_checkpoint.checkpoint_damage(run / newest) is None
     assert not list(run.rglob("*.tmp"))
     api.finetune(qwen2, resume=True, output=str(run))
@@ -302,62 +302,62 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def filling(rest: Path) -> Callable[[StepResult], None]:
+def filling(filler: Path) -> Callable[[StepResult], None]:
     """Fills the disk after the third step."""
 
-    def others(step: StepResult) -> None:
+    def fill(step: StepResult) -> None:
         if step.step == 3:
-            rest.write_bytes(bytes(shutil.disk_usage(rest.parent).free))
+            filler.write_bytes(bytes(shutil.disk_usage(filler.parent).free))
 
-    return others
+    return fill
 
 
-def needed(place: Path, qwen2: LoadedModel, given: dict[str, Any]) -> int:
+def required_bytes(place: Path, qwen2: LoadedModel, arguments: dict[str, Any]) -> int:
     """What a run that is refused says that it needs; the sentence names the path and the free bytes, too."""
     (place / "rest").write_bytes(bytes(shutil.disk_usage(place).free - (1 << 16)))
     with pytest.raises(StorageError) as refused:
-        api.finetune(qwen2, **given)
+        api.finetune(qwen2, **arguments)
     (place / "rest").unlink()
-    said = re.fullmatch(
+    match = re.fullmatch(
         r"The disk of (\S+) has ([\d,]+) bytes free, but a checkpoint and the results of the run need ([\d,]+) \(No "
         r"space left on device\): make room there, or choose another output\.",
         str(refused.value),
     )
-    assert said[1] == given["output"]
-    assert int(said[2].replace(",", "")) <= 1 << 16
+    assert match[1] == arguments["output"]
+    assert int(match[2].replace(",", "")) <= 1 << 16
     assert not (place / "run" / "checkpoints").exists()
-    return int(said[3].replace(",", ""))
+    return int(match[3].replace(",", ""))
 
 
 def test_a_disk_that_fills_during_a_run(qwen2: LoadedModel, finished_run: Path, small: Path) -> None:
     """A real one: refused before the first step; filled by others after the third; then with room again."""
-    given = disk_options(finished_run, small / "run")
-    room = needed(small, qwen2, given)
-    rest = small / "rest"
+    arguments = disk_options(finished_run, small / "run")
+    room = required_bytes(small, qwen2, arguments)
+    filler = small / "rest"
     with pytest.raises(StorageError, match=NEWEST) as error:
-        api.finetune(qwen2, callback=filling(rest), **given)
-    found = re.search(NEWEST, str(error.value))
-    assert int(found[2].replace(",", "")) == room + GROWTH
-    assert read_state(Path(found[1]))[0].step == 4
+        api.finetune(qwen2, callback=filling(filler), **arguments)
+    match = re.search(NEWEST, str(error.value))
+    assert int(match[2].replace(",", "")) == room + GROWTH
+    assert read_state(Path(match[1]))[0].step == 4
     with pytest.raises(StorageError, match="bytes free, but"):
-        api.finetune(qwen2, resume=True, output=given["output"])
-    rest.unlink()
+        api.finetune(qwen2, resume=True, output=arguments["output"])
+    filler.unlink()
     assert shutil.disk_usage(small).free >= room + GROWTH
-    api.finetune(qwen2, resume=True, output=given["output"])
+    api.finetune(qwen2, resume=True, output=arguments["output"])
     assert result(small / "run") == result(finished_run / "run")
 
 
 def test_a_pipeline_on_a_disk_that_fills(qwen2: LoadedModel, finished_run: Path, tmp_path: Path, small: Path) -> None:
-    rest, given = small / "rest", disk_options(finished_run, small / "home")
-    own = {name: given.pop(name) for name in ("data", "eval_data")}
+    filler, arguments = small / "rest", disk_options(finished_run, small / "home")
+    own = {name: arguments.pop(name) for name in ("data", "eval_data")}
 
     def pipeline(place: Path, **how: Any) -> MultiAdapterPipeline:
         tasks = [{**own, "checkpoint": str(place / name)} for name in "ab"]
-        return MultiAdapterPipeline(tasks, qwen2, **given | {"output": str(place / "home"), **how})
+        return MultiAdapterPipeline(tasks, qwen2, **arguments | {"output": str(place / "home"), **how})
 
     with pytest.raises(StorageError, match=rf"newest complete state is {small}/home/state\.json"):
-        pipeline(small).train(filling(rest))
-    rest.unlink()
+        pipeline(small).train(filling(filler))
+    filler.unlink()
     pipeline(small, resume=True).train()
     pipeline(tmp_path).train()
     for name in "ab":

@@ -11,7 +11,7 @@ import pytest
 from support.cli import QWEN2, SMALL, Run, flags
 from support.data import chat, small_tokenizer, write_jsonl
 from support.preferences import Labelled, Preferences
-from support.sources import refused, written
+from support.sources import refused, write_source
 
 from wgpu_lora.cli import main
 from wgpu_lora.data import Source, python_source, split_validation, tokenize_source
@@ -33,11 +33,11 @@ def options(tmp_path: Path, **changes: Any) -> list[str]:
 
 
 def test_a_run_keeps_its_best_adapter_and_its_split(run: Run, tmp_path: Path) -> None:
-    given = options(tmp_path, validation_split=0.2, max_steps=3, eval_steps=1, learning_rate=1e-3)
-    said = run("finetune", *given).output()
-    assert "rows.jsonl: 50 examples, 40 rows; " in said
-    assert "10 of 50 rows are held out (--validation-split 0.2)" in said
-    assert "held out  rows.jsonl: 10 examples, 10 rows; " in said
+    arguments = options(tmp_path, validation_split=0.2, max_steps=3, eval_steps=1, learning_rate=1e-3)
+    output = run("finetune", *arguments).output()
+    assert "rows.jsonl: 50 examples, 40 rows; " in output
+    assert "10 of 50 rows are held out (--validation-split 0.2)" in output
+    assert "held out  rows.jsonl: 10 examples, 10 rows; " in output
     assert (tmp_path / "out" / "best" / "adapter_model.safetensors").is_file()
     record = json.loads((tmp_path / "out" / "run.json").read_text())
     assert (
@@ -63,9 +63,9 @@ def test_adapters_of_a_pipeline(run: Run, tmp_path: Path) -> None:
     ]
     (tmp_path / "adapters.toml").write_text("".join(tables))
     config = flags(**SMALL | {"model": QWEN2, "tune": False, "adapters_config": tmp_path / "adapters.toml"})
-    said = run("plan", *config, "--validation-split", "0.2").output()
+    output = run("plan", *config, "--validation-split", "0.2").output()
     for words in ("a: rows.jsonl: 10 examples, 10 rows", "b: rows.jsonl: 5 examples", "c: rows.jsonl: 50 examples"):
-        assert f"held out  {words}" in said
+        assert f"held out  {words}" in output
 
 
 def test_what_cannot_be_combined(run: Run, tmp_path: Path) -> None:
@@ -99,16 +99,16 @@ def test_the_split_is_that_of_data_prepare(tmp_path: Path) -> None:
 def test_rows_that_belong_together_stay_together(tmp_path: Path) -> None:
     """Equal rows, the rows of the turns of a conversation, and the two answers of a pair."""
     turns = [{"messages": chat(f"{i}", "a", "b", "c")} for i in range(4)]
-    found = tokenize_source(
+    data = tokenize_source(
         write_jsonl(tmp_path / "a.jsonl", *turns, *turns), small_tokenizer("thinking"), max_length=64
     )
-    train, heldout = split_validation(found, 4, 1)
+    train, heldout = split_validation(data, 4, 1)
     assert len(heldout.rows) == 4
     assert not {*heldout.keys} & {*train.keys}
     pairs = [{"prompt": "a", "chosen": f"{i}", "rejected": "b"} for i in range(5)]
     path = write_jsonl(tmp_path / "b.jsonl", *pairs)
-    found = tokenize_source(path, small_tokenizer("chatml"), max_length=64, formats=PAIRS, parts=2)
-    train, heldout = split_validation(found, 0.4, 1)
+    data = tokenize_source(path, small_tokenizer("chatml"), max_length=64, formats=PAIRS, parts=2)
+    train, heldout = split_validation(data, 0.4, 1)
     assert (len(train.samples), len(heldout.samples)) == (3, 2)
     assert all(len(rows) == 2 for rows in heldout.samples)
     assert {row.index for row in [*train.rows, *heldout.rows]} == set(range(10))
@@ -122,14 +122,14 @@ def test_rows_that_belong_together_stay_together(tmp_path: Path) -> None:
 
 def test_the_digest_of_held_out_rows_tells_nothing_of_sealed_ones() -> None:
     """Else whoever guesses a row could find out, from run.json, whether it is there."""
-    found = set()
+    digests = set()
     for first, sealed in ((1, "a"), (2, "a"), (2, "b")):
         text = "".join(json.dumps({"input_ids": [first + n, 2, 3]}) + "\n" for n in range(4))
         source = SealedRows(bytearray(text.encode()), "rows.jsonl.age", sealed)
-        found.add(
+        digests.add(
             (sealed, split_validation(tokenize_source(source, None, max_length=8, vocab_size=40), 1, 1)[1].digest)
         )
-    assert len(found) == 2
+    assert len(digests) == 2
 
 
 # -- rows that an objective does not read ------------------------------------------------------------------------------
@@ -151,14 +151,16 @@ NEEDED = "but the formats need prompt_ids, chosen_ids, rejected_ids and weight; 
 
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_missing_is_named_with_the_formats(tmp_path: Path, name: str) -> None:
-    path = written(tmp_path / name, [{"question": "a", "completion": "b", "label": "true"}])
+    path = write_source(tmp_path / name, [{"question": "a", "completion": "b", "label": "true"}])
     named = "'question', 'completion', 'label', but the format needs prompt, completion and label"
     assert f"{named}; rename 'question' to 'prompt'." in refusal(path, Labelled())
-    path = written(path, [{"question": "a", "chosen": "b", "rejected": "c"}])
+    path = write_source(path, [{"question": "a", "chosen": "b", "rejected": "c"}])
     readers = " or ".join(f"objective='{name}'" for name in PAIRWISE)
     assert f"'chosen', 'rejected', {NEEDED}; use {readers} for such rows." in refusal(path, Preferences())
-    one = refusal(written(path, [{"prompt": "a", "label": "true"}]), Labelled())
-    assert "'prompt', 'label', but the format needs prompt, completion and label." in one.replace("; rename them", "")
+    message = refusal(write_source(path, [{"prompt": "a", "label": "true"}]), Labelled())
+    assert "'prompt', 'label', but the format needs prompt, completion and label." in message.replace(
+        "; rename them", ""
+    )
 
 
 @pytest.fixture
@@ -170,13 +172,13 @@ def registered() -> Iterator[None]:
 
 def test_rows_of_another_objective(tmp_path: Path, registered: None, capsys: pytest.CaptureFixture[str]) -> None:
     """The error names the objectives that read them, as the caller would give the option."""
-    path = written(tmp_path / "a.parquet", PAIRS_OF_TEXTS)
+    path = write_source(tmp_path / "a.parquet", PAIRS_OF_TEXTS)
     readers = [*PAIRWISE, "preferences"]
-    said = " or ".join(f"objective='{name}'" for name in readers)
-    assert f"; use {said} for such rows." in refusal(path, SFT())
-    others = "objective='sft' or objective='kto' or objective='labelled'"
-    assert f"; use {others} for such rows." in refusal(python_source(LABELS), Preferences())
-    path = written(tmp_path / "a.csv", PAIRS_OF_TEXTS)
+    objectives_text = " or ".join(f"objective='{name}'" for name in readers)
+    assert f"; use {objectives_text} for such rows." in refusal(path, SFT())
+    objectives = "objective='sft' or objective='kto' or objective='labelled'"
+    assert f"; use {objectives} for such rows." in refusal(python_source(LABELS), Preferences())
+    path = write_source(tmp_path / "a.csv", PAIRS_OF_TEXTS)
     assert main(["plan", "--model", "tests/fixtures/models/qwen2", "--data", str(path)]) == 2
-    said = " or ".join(f"--objective {name}" for name in readers)
-    assert f"; use {said} for such rows." in capsys.readouterr().err
+    objectives_text = " or ".join(f"--objective {name}" for name in readers)
+    assert f"; use {objectives_text} for such rows." in capsys.readouterr().err

@@ -40,7 +40,7 @@ def test_a_site_is_whole(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "bytes of weights" in run("export", "web", "--output", str(site), *options).output()
     model = json.loads((site / "model.json").read_text())
     assert (model["schema"], model["version"]) == (SCHEMA, VERSION)
-    assert [one["subgroup_size"] for one in model["variants"]] == [0, 8]
+    assert [item["subgroup_size"] for item in model["variants"]] == [0, 8]
     stream = b""
     for file in [*model["files"], {"name": "tokenizer.json", **model["tokenizer"]}]:
         data = (site / file["name"]).read_bytes()
@@ -57,9 +57,9 @@ def test_a_site_is_whole(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert 0 < np.abs(values).max() <= a["shape"][1] ** -0.5  # as PEFT begins with
     for variant in model["variants"]:
         for steps in variant["programs"].values():
-            for shader, *rest in steps:
+            for shader, *buffers in steps:
                 assert 0 <= shader < len(model["shaders"])
-                for buffer, offset, size in zip(rest[3::3], rest[4::3], rest[5::3], strict=True):
+                for buffer, offset, size in zip(buffers[3::3], buffers[4::3], buffers[5::3], strict=True):
                     assert offset % 256 == 0
                     assert offset + size <= model["buffers"][buffer]["bytes"]
     worker = (site / "worker.js").read_text()
@@ -133,15 +133,15 @@ def every_shader(tint: Device, model: str, base_dtype: str) -> int:
     """Compiles every shader of a page in every tiling that a browser may run, and counts them."""
     options = WebOptions(tokens=32, context=64)
     opened = open_model(model, web_device(), base_dtype)
-    web, seen = WebModel(opened, options.arguments(opened, 16), options), set()
+    web, shaders = WebModel(opened, options.arguments(opened, 16), options), set()
     for capabilities in map(web_capabilities, SIZES):
         for step in (step for program in web.recording.programs.values() for step in program.dispatches):
             for tiling in step.tilings(capabilities):
                 tiled = step.tiled(tiling)
-                if tiled.shader not in seen:
-                    seen.add(tiled.shader)
+                if tiled.shader not in shaders:
+                    shaders.add(tiled.shader)
                     compiles(tint, tint_text(tiled.kernel.source(tiled.present, tiled.constants, tiling)))
-    return len(seen)
+    return len(shaders)
 
 
 @pytest.mark.parametrize("base_dtype", ["nf4", "f32", "bf16", "f16", "lut4", "lut3-g16", "lut2-row", "q2a4"])

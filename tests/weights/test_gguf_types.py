@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from support.gguf_files import made_up, write_gguf
+from support.gguf_files import random_model, write_gguf
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf.gguf_checkpoint import GGUFCheckpoint, GGUFTensor
@@ -50,7 +50,7 @@ def quantized_tables(name: str, values: np.ndarray) -> tuple[np.ndarray, GGMLQua
 
 
 def test_a_file_may_mix_types(device: Device, tmp_path: Path) -> None:
-    file = write_gguf(made_up(tmp_path / "source"), tmp_path / "model.gguf", quantize=quantized_tables)
+    file = write_gguf(random_model(tmp_path / "source"), tmp_path / "model.gguf", quantize=quantized_tables)
     model = open_model(str(file), device)
     model.load_weights()
     formats = {weight.format for _, weight in model.decoder.matrices()}
@@ -61,7 +61,7 @@ def test_a_file_may_mix_types(device: Device, tmp_path: Path) -> None:
 
 
 def test_scales_that_are_not_finite_are_refused(device: Device, tmp_path: Path) -> None:
-    file = write_gguf(made_up(tmp_path / "source"), tmp_path / "model.gguf", quantize=quantized_tables)
+    file = write_gguf(random_model(tmp_path / "source"), tmp_path / "model.gguf", quantize=quantized_tables)
     model = open_model(str(file), device)
     name = "model.layers.0.mlp.up_proj.weight"
     info = model.checkpoint._tensors[name]
@@ -96,4 +96,4 @@ def test_columns_move_by_whole_blocks(tmp_path: Path, rng: np.random.Generator, 
 
 def test_types_are_for_gguf_files(device: Device, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="base_dtype='q4_k' is not possible: GGUF files keep their types by default"):
-        open_model(str(made_up(tmp_path / "source")), device, "q4_k")
+        open_model(str(random_model(tmp_path / "source")), device, "q4_k")

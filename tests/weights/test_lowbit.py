@@ -140,7 +140,7 @@ def test_a_group_must_divide_the_inputs(device: Device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda t, c: t.update({UP: t[UP][:-1]}), "has shape"),
         (lambda t, c: t.update({UP: t[UP].astype(np.float16)}), "types"),
@@ -158,20 +158,20 @@ def test_a_group_must_divide_the_inputs(device: Device) -> None:
         (lambda t, c: c.update(mlp="lut4"), "states base_dtype 'lut2-g16', but mlp 'lut4'"),
     ],
 )
-def test_damage_is_said(device: Device, stored: Path, tmp_path: Path, damage: Callable[..., Any], said: str) -> None:
+def test_damage_is_said(device: Device, stored: Path, tmp_path: Path, damage: Callable[..., Any], message: str) -> None:
     tensors, config = load_file(stored / SINGLE), json.loads((stored / "config.json").read_text())
     damage(tensors, config["quantization_config"])
     save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         open_model(str(tmp_path), device)
 
 
 @pytest.fixture(scope="module")
 def stored(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("lowbit") / "stored"
-    write_packed(open_model(MODEL, device, "lut2-g16"), found)
-    return found
+    directory = tmp_path_factory.mktemp("lowbit") / "stored"
+    write_packed(open_model(MODEL, device, "lut2-g16"), directory)
+    return directory
 
 
 @pytest.mark.parametrize("name", [UP, f"{UP}.table", f"{UP}.scales", "model.embed_tokens.weight", "model.norm.weight"])
@@ -271,8 +271,8 @@ def fitted(device: Device, w: np.ndarray, scheme: str, importance: np.ndarray | 
         assert device.allocated == before
 
 
-def error(w: np.ndarray, found: tuple[Any, ...], bits: int, importance: Any = 1.0) -> float:
-    return float((importance * (decode(*found, bits) - w) ** 2).sum())
+def error(w: np.ndarray, codes: tuple[Any, ...], bits: int, importance: Any = 1.0) -> float:
+    return float((importance * (decode(*codes, bits) - w) ** 2).sum())
 
 
 def heavy(rng: np.random.Generator, out: int, size_in: int) -> np.ndarray:
@@ -289,11 +289,11 @@ def test_a_fit_is_at_least_as_good_as_the_reference(
     device: Device, rng: np.random.Generator, scheme: str, bits: int
 ) -> None:
     w, importance = heavy(rng, 40, 256), np.exp(rng.standard_normal(256)).astype(np.float32)
-    found = fitted(device, w, scheme, importance)
+    codes = fitted(device, w, scheme, importance)
     of = base_format(scheme).scheme  # type: ignore[attr-defined]
     reference = fit(w, bits, of.group, importance)
-    assert error(w, found, bits, importance) < 1.01 * error(w, reference, bits, importance)
-    assert error(w, found, bits, importance) < error(w, fitted(device, w, scheme), bits, importance)
+    assert error(w, codes, bits, importance) < 1.01 * error(w, reference, bits, importance)
+    assert error(w, codes, bits, importance) < error(w, fitted(device, w, scheme), bits, importance)
 
 
 def test_codes_are_the_nearest_to_the_rounded_table_and_scales(device: Device, rng: np.random.Generator) -> None:
@@ -328,11 +328,11 @@ def test_pieces_and_rows_do_not_depend_on_each_other(
 def test_groups_of_zeros_stay_zeros(device: Device, rng: np.random.Generator, scheme: str) -> None:
     w = heavy(rng, 8, 64)
     w[3], w[5, :32], w[6] = 0, 0, 0.25
-    found = decode(*fitted(device, w, scheme), base_format(scheme).scheme.bits)  # type: ignore[attr-defined]
-    assert np.abs(found[3]).max() < 1e-6
-    np.testing.assert_allclose(found[6], 0.25, rtol=2e-3)
+    weights = decode(*fitted(device, w, scheme), base_format(scheme).scheme.bits)  # type: ignore[attr-defined]
+    assert np.abs(weights[3]).max() < 1e-6
+    np.testing.assert_allclose(weights[6], 0.25, rtol=2e-3)
     if not scheme.endswith("row"):
-        assert np.abs(found[5, :32]).max() < 1e-6
+        assert np.abs(weights[5, :32]).max() < 1e-6
 
 
 def test_values_that_f16_cannot_hold_are_refused(device: Device) -> None:
@@ -352,6 +352,6 @@ def test_references_leave_out_what_rounding_decides() -> None:
     c: dict[str, Any] = {"rows": 2, "size_in": 4, "group": 0, "bits": 2}
     table = np.array([[-2.0, -1, 1, 2], [-2, -1, 1, 2]])
     w = np.array([[-2.0, -1, 1, 2], [-2, 0, 1, 2]])
-    found = lut_lloyd(w, table, iterations=1, **c)
-    np.testing.assert_array_equal(np.isnan(found), [[False] * 4, [True] * 4])
+    values = lut_lloyd(w, table, iterations=1, **c)
+    np.testing.assert_array_equal(np.isnan(values), [[False] * 4, [True] * 4])
     assert lut_lloyd(np.zeros((2, 4)), table, iterations=1, **c) is None

@@ -34,11 +34,11 @@ def planned(
     options: dict[str, dict[str, Any]], joined: list[list[str]] | None = None, shared: bool = False
 ) -> dict[str, Any]:
     tasks = [{"name": name, "options": own} for name, own in options.items()]
-    found = KINDS["plan"](EventWriter(io.StringIO()), where="it", tasks=tasks, joined=joined, shared=shared)
-    assert set(found["tasks"]) == set(options)
+    result = KINDS["plan"](EventWriter(io.StringIO()), where="it", tasks=tasks, joined=joined, shared=shared)
+    assert set(result["tasks"]) == set(options)
     return {
-        "tasks": {name: from_plain(RunRequirements, one) for name, one in found["tasks"].items()},
-        "joined": [from_plain(RunRequirements, one) for one in found["joined"]],
+        "tasks": {name: from_plain(RunRequirements, requirements) for name, requirements in result["tasks"].items()},
+        "joined": [from_plain(RunRequirements, requirements) for requirements in result["joined"]],
     }
 
 
@@ -49,9 +49,9 @@ def one_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_bytes_are_those_of_the_plan_and_nothing_is_allocated(options: dict[str, Any], device: Device) -> None:
     before = device.allocated
-    found = planned({"a": options, "b": {**options, "lora_r": 8}}, joined=[["a", "b"]])
+    result = planned({"a": options, "b": {**options, "lora_r": 8}}, joined=[["a", "b"]])
     assert device.allocated == before
-    (a, b), (together,) = found["tasks"].values(), found["joined"]
+    (a, b), (together,) = result["tasks"].values(), result["joined"]
     memory = prepare_job(TrainingArguments(**options), planning=True).session.memory()
     assert (a.needed, a.base_bytes) == (memory.peak_device_bytes, memory.groups["base"])
     assert b.needed > a.needed
@@ -74,14 +74,14 @@ def test_tasks_that_may_be_joined_have_the_same_base(options: dict[str, Any]) ->
         "saved": {"save_steps": 3},
     }
     tasks = {"own": options, **{name: {**options, **changes} for name, changes in other.items()}}
-    found = planned(tasks, joined=[["own", "rank"], ["own", "seed"]])
-    base = {name: one.base for name, one in found["tasks"].items()}
+    result = planned(tasks, joined=[["own", "rank"], ["own", "seed"]])
+    base = {name: plan.base for name, plan in result["tasks"].items()}
     assert {name for name in base if base[name] == base["own"]} == {"own", "rank", "rate", "saved"}
     assert len(set(base.values())) == 5
     assert len({key.partition("-")[0] for key in base.values()}) == 1
-    assert (found["tasks"]["time"].steps, found["tasks"]["time"].work) == (0, 0)
-    assert found["joined"][0].refused is None
-    assert "'seed' cannot be in a pipeline with 'own'" in (found["joined"][1].refused or "")
+    assert (result["tasks"]["time"].steps, result["tasks"]["time"].work) == (0, 0)
+    assert result["joined"][0].refused is None
+    assert "'seed' cannot be in a pipeline with 'own'" in (result["joined"][1].refused or "")
 
 
 def test_what_is_refused_stops_no_other_and_a_model_is_opened_once(
@@ -97,13 +97,13 @@ def test_what_is_refused_stops_no_other_and_a_model_is_opened_once(
         "model": {"model": nothing},
         "name": {"lora_rr": 3},
     }
-    found = planned({**{name: {**options, **changes} for name, changes in wrong.items()}, "good": options})["tasks"]
+    plans = planned({**{name: {**options, **changes} for name, changes in wrong.items()}, "good": options})["tasks"]
     assert [call.args[0] for call in opened.call_args_list].count(QWEN2) == 1
-    assert found.pop("good").refused is None
-    for name, one in found.items():
-        assert re.fullmatch(r".*[.?]", one.refused or ""), name  # a sentence on a line
-        assert (one.needed, one.base) == (0, "")
-    assert nothing in (found["heldout"].refused or "")
+    assert plans.pop("good").refused is None
+    for name, plan in plans.items():
+        assert re.fullmatch(r".*[.?]", plan.refused or ""), name  # a sentence on a line
+        assert (plan.needed, plan.base) == (0, "")
+    assert nothing in (plans["heldout"].refused or "")
 
 
 def test_a_shared_task_needs_programs_for_parts_of_its_batches(options: dict[str, Any]) -> None:
@@ -117,13 +117,13 @@ def test_a_shared_task_needs_programs_for_parts_of_its_batches(options: dict[str
 
 
 @pytest.mark.parametrize(
-    ("tasks", "said"),
+    ("tasks", "message"),
     [
         ([{"name": "a"}], r"it: a task must have a 'name' and 'options' \('options' is missing\)\."),
         ([{"name": "a", "options": {}}] * 2, r"it: two tasks have the same name: give each its own\."),
         ([{"name": "a", "options": {}}], r"it: 'joined' names 'z', which is not a task\."),
     ],
 )
-def test_a_plan_of_nothing_sensible(tasks: list[dict[str, Any]], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_a_plan_of_nothing_sensible(tasks: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         KINDS["plan"](EventWriter(io.StringIO()), where="it", tasks=tasks, joined=[["z"]])

@@ -37,11 +37,11 @@ def pipeline(root: Path, rows: str, **more: Any) -> dict[str, Any]:
 
 def until(worker: Worker, event: str, **facts: Any) -> list[Event]:
     """The worker's events up to one of this kind, with these values."""
-    seen = []
-    for one in worker.events():
-        seen.append(one)
-        if one["event"] == event and facts.items() <= one.items():
-            return seen
+    events = []
+    for current in worker.events():
+        events.append(current)
+        if current["event"] == event and facts.items() <= current.items():
+            return events
     raise AssertionError(worker.failure_reason())
 
 
@@ -51,8 +51,8 @@ def test_an_adapter_ends_alone_and_stays_ended_elsewhere(tmp_path: Path) -> None
         until(worker, "step", adapter="a", step=2)
         worker.request("end", adapter="z")
         worker.request("end", adapter="a")
-        seen = until(worker, "retired", adapter="a", reason="request")
-        answers = [event for event in seen if event["event"] == "answer"]
+        first_events = until(worker, "retired", adapter="a", reason="request")
+        answers = [event for event in first_events if event["event"] == "answer"]
         assert answers[0]["refused"] == "There is no adapter 'z' to end: choose one of a and b."
         assert (answers[1]["request"], answers[1]["adapter"]) == ("end", "a")
         ended = RunRecord.read(first / "adapters" / "a")
@@ -72,8 +72,8 @@ def test_an_adapter_ends_alone_and_stays_ended_elsewhere(tmp_path: Path) -> None
     with Worker("pipeline", options, interactive=True, timeout=300) as worker:
         events = list(worker.events())
         record = PipelineRecord.from_json(worker.result())
-    taken = [(event["adapter"], event["step"]) for event in events if event["event"] == "step"]
-    assert taken == [("b", step + 1), ("b", step + 2)]
+    steps = [(event["adapter"], event["step"]) for event in events if event["event"] == "step"]
+    assert steps == [("b", step + 1), ("b", step + 2)]
     assert {event["adapter"]: event["reason"] for event in events if event["event"] == "retired"} == {
         "a": "request",
         "b": "max steps",
@@ -144,8 +144,8 @@ def test_a_stop_before_training_ends_the_job(tmp_path: Path) -> None:
 def test_an_unreadable_request_is_answered_and_the_job_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr("os._exit", ended.append)
-    out, asked = io.StringIO(), TrainingRequests()
-    EventWriter(out, io.StringIO('zork\n{"request": "side"}\n{"request": "end"}\n')).listen(asked.side())
+    out, requests = io.StringIO(), TrainingRequests()
+    EventWriter(out, io.StringIO('zork\n{"request": "side"}\n{"request": "end"}\n')).listen(requests.side())
     deadline = time.monotonic() + 60
     while not ended and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -153,7 +153,7 @@ def test_an_unreadable_request_is_answered_and_the_job_goes_on(monkeypatch: pyte
     answers = [json.loads(line) for line in out.getvalue().splitlines()]
     assert ["refused" in answer for answer in answers] == [True, True, False]
     assert "is not known: choose one of end, stop." in answers[1]["refused"]
-    assert asked.ending(None)
+    assert requests.ending(None)
 
 
 def test_requests_need_an_input_of_their_own() -> None:

@@ -37,16 +37,16 @@ def test_jobs_run_and_tell(rows: str, tmp_path: Path) -> None:
     options = {**SMALL, "model": QWEN2, "data": rows, "eval_data": rows, "output": str(tmp_path / "out")}
     with Worker("finetune", options, place=tmp_path) as worker:
         events = list(worker.events())
-        found = worker.result()
+        result = worker.result()
     assert {event["schema"] for event in events} == {1}
     kinds = [event["event"] for event in events]
     assert (kinds[0], kinds[-1], kinds.count("step")) == ("begin", "result", 2)
     assert {"loading", "evaluating", "saved"} <= set(kinds)
     assert next(event for event in events if event["event"] == "step")["step"] == 1
-    record = RunRecord.from_json(found)
+    record = RunRecord.from_json(result)
     assert record == RunRecord.read(tmp_path / "out")
-    said = (tmp_path / "finetune.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in said] == events
+    lines = (tmp_path / "finetune.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == events
     evaluated = {"model": QWEN2, "data": rows, "adapter": str(tmp_path / "out")}
     with Worker("evaluate", {**evaluated, "turns": True}, interactive=True) as worker:
         assert worker.ask("prepare") == {}
@@ -55,7 +55,7 @@ def test_jobs_run_and_tell(rows: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("zork", "cannot be read as JSON"),
         ('{"request": "__init__"}', "is not known: choose one of twice."),
@@ -68,26 +68,26 @@ def test_jobs_run_and_tell(rows: str, tmp_path: Path) -> None:
         ('{"request": "twice", "count": 0}', r"'twice' cannot be answered \('count' must be at least 1, not 0\)"),
     ],
 )
-def test_requests_that_cannot_be(line: str, said: str) -> None:
+def test_requests_that_cannot_be(line: str, message: str) -> None:
     class Side:
         def twice(self, count: int) -> dict[str, int]:
             return {"twice": 2 * count}
 
     out = io.StringIO()
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         EventWriter(out, io.StringIO('{"request": "twice", "count": 2}\n' + line)).answer(Side())
     assert json.loads(out.getvalue())["twice"] == 4
 
 
 def test_a_job_on_standard_input_that_cannot_be() -> None:
-    done = subprocess.run([*PROGRAM, "-"], input='{"job": "zork"}', capture_output=True, text=True, timeout=300)
-    (event,) = map(json.loads, done.stdout.splitlines())
-    assert (done.returncode, event["event"], event["kind"]) == (2, "error", "UserError")
-    assert done.stderr == f"wgpu-lora: {event['message']}\n"
+    process = subprocess.run([*PROGRAM, "-"], input='{"job": "zork"}', capture_output=True, text=True, timeout=300)
+    (event,) = map(json.loads, process.stdout.splitlines())
+    assert (process.returncode, event["event"], event["kind"]) == (2, "error", "UserError")
+    assert process.stderr == f"wgpu-lora: {event['message']}\n"
 
 
 @pytest.mark.parametrize(
-    ("job", "said"),
+    ("job", "message"),
     [
         ({"job": "zork"}, "has an unknown kind 'zork': choose one of finetune, pipeline, plan, "),
         ({"job": "evaluate"}, "lacks 'data': the job 'evaluate' requires it."),
@@ -132,13 +132,13 @@ def test_a_job_on_standard_input_that_cannot_be() -> None:
         (None, "cannot be read (No such file or directory)."),
     ],
 )
-def test_a_job_that_cannot_be_is_one_sentence(job: object, said: str, tmp_path: Path) -> None:
+def test_a_job_that_cannot_be_is_one_sentence(job: object, message: str, tmp_path: Path) -> None:
     file = tmp_path / "job.json"
     if job is not None:
         file.write_text(job if isinstance(job, str) else json.dumps(job))
     with naming(IN_JSON), pytest.raises(UserError) as raised:
         done_here(str(file))
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -152,9 +152,9 @@ def done_here(source: str) -> None:
 def test_a_number_of_nothing_is_refused(kind: str) -> None:
     """Rather than doing nothing and ending as if all were well."""
     parameters = inspect.signature(KINDS[kind]).parameters.values()
-    needed = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name != "where"]
+    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name != "where"]
     lists: dict[str, list[Any]] = {"prompts": ["x"], "adapters": [{}], "tasks": [{}]}
-    options = {name: lists.get(name, "x") for name in needed}
+    options = {name: lists.get(name, "x") for name in names}
     for name, hint in get_type_hints(KINDS[kind]).items():
         kinds = {hint, *get_args(hint)}
         for wrong in (0, -1) if kinds & {int, float} and name != "device" else ():
@@ -165,11 +165,11 @@ def test_a_number_of_nothing_is_refused(kind: str) -> None:
 def test_an_import_tells_what_it_loads_and_writes(tmp_path: Path) -> None:
     out, output = io.StringIO(), tmp_path / "packed"
     KINDS["import"](EventWriter(out), model=QWEN2, output=str(output))
-    told = [json.loads(line) for line in out.getvalue().splitlines()]
+    messages = [json.loads(line) for line in out.getvalue().splitlines()]
     names = list(config_of(Path(QWEN2)).parameter_shapes())
     for event in ("loading", "written"):
-        found = [(fact["done"], fact["total"]) for fact in told if fact["event"] == event]
-        assert found == [(number, len(names)) for number in range(1, len(names) + 1)]
+        counts = [(fact["done"], fact["total"]) for fact in messages if fact["event"] == event]
+        assert counts == [(number, len(names)) for number in range(1, len(names) + 1)]
     with naming(IN_JSON), pytest.raises(UserError, match="exists already: give 'output' another name, or remove it"):
         KINDS["import"](EventWriter(io.StringIO()), model="nobody/nothing", output=str(output))
 
@@ -209,17 +209,17 @@ def test_one_that_is_out_of_time_is_ended_with_its_children() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("import sys; sys.stderr.write('a\\nlast words\\n'); sys.exit(3)", "exit code 3: last words"),
         ('print(\'{"event": "error", "message": "why"}\'); raise SystemExit(2)', "exit code 2: why"),
         ('print(\'{"event": "result"\'[:9])', "exit code 0: no message"),  # cut short
     ],
 )
-def test_what_a_worker_ended_of_is_told(code: str, said: str) -> None:
+def test_what_a_worker_ended_of_is_told(code: str, message: str) -> None:
     with (
         Worker("job", {}, name="it", program=[sys.executable, "-c", code]) as worker,
-        pytest.raises(WorkerFailed, match=f"^it ended with {said}$"),
+        pytest.raises(WorkerFailed, match=f"^it ended with {message}$"),
     ):
         worker.result()
 

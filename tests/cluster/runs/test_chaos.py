@@ -44,8 +44,8 @@ def harm(hosts: Hosts, random: Random, kind: str) -> None:
         hosts.start_nodes()
         status(hosts)
     else:
-        _, *others = hosts
-        host = random.choice([host for host in others if host in busy] or others)
+        _, *nodes = hosts
+        host = random.choice([host for host in nodes if host in busy] or nodes)
         if kind == "node":
             host.restart_node()
         else:
@@ -71,17 +71,17 @@ def test_kills_lose_and_double_nothing(tmp_path: Path) -> None:
     with Hosts(3, shared=tmp_path, drivers=drivers_here()[:1]) as hosts:
         hosts.start_nodes()
         until(lambda: len(status(hosts)["devices"]) == 3, 300)
-        said = ["--name", "chaos", "--mirror-steps", "20", "--join", "never", "--detach"]
-        cluster(hosts, "run", *said, *named, *flags(**OPTIONS))
+        run_options = ["--name", "chaos", "--mirror-steps", "20", "--join", "never", "--detach"]
+        cluster(hosts, "run", *run_options, *named, *flags(**OPTIONS))
         kinds = [*random.sample(KINDS, len(KINDS)), *random.choices(KINDS, WEIGHTS, k=KILLS - len(KINDS))]
         for kind in kinds:
             supervise(hosts)
             until(lambda: any(map(workers, hosts)) or _over(hosts), 300)
             time.sleep(random.uniform(0.5, 3))
             harm(hosts, random, kind)
-        seen = until(lambda: _over(hosts), WAIT, 2)
+        final = until(lambda: _over(hosts), WAIT, 2)
         cluster(hosts, "attach", "chaos")  # fetches the results
-    assert [task["state"] for task in seen["tasks"]] == ["finished"] * ADAPTERS, seen["events"]
+    assert [task["state"] for task in final["tasks"]] == ["finished"] * ADAPTERS, final["events"]
     for output in outputs:
         entries = read_log(output / LOG)
         assert [entry["step"] for entry in entries] == list(range(1, STEPS + 1))
@@ -93,5 +93,5 @@ def test_kills_lose_and_double_nothing(tmp_path: Path) -> None:
 
 def _over(hosts: Hosts) -> dict[str, Any] | None:
     supervise(hosts)
-    seen = status(hosts)
-    return seen if all(run["over"] for run in seen["runs"]) else None
+    state = status(hosts)
+    return state if all(run["over"] for run in state["runs"]) else None

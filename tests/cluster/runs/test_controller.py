@@ -36,8 +36,8 @@ def task(name: str, directory: Path, **options: Any) -> Task:
     rows = directory / f"{name}.jsonl"
     if not rows.exists():
         write_rows(rows)
-    given = {**SMALL, "model": QWEN2, "data": str(rows), "run_log": False, **options}
-    return Task(name, given, str(directory / name))
+    options = {**SMALL, "model": QWEN2, "data": str(rows), "run_log": False, **options}
+    return Task(name, options, str(directory / name))
 
 
 class Lab:
@@ -52,10 +52,11 @@ class Lab:
         return self.cluster.controller(method, *arguments)
 
     def submit(self, name: str, tasks: Sequence[Task], **more: Any) -> None:
-        jobs = [{"name": one.name, "options": one.options} for one in tasks]
+        jobs = [{"name": entry.name, "options": entry.options} for entry in tasks]
         plans = self.cluster.host(self.node["id"], "plan", jobs, self.device["index"], False, False, seconds=120)
         by_class = {
-            one: {self.device["plan_class"]: from_plain(RunRequirements, plan)} for one, plan in plans["tasks"].items()
+            task_name: {self.device["plan_class"]: from_plain(RunRequirements, plan)}
+            for task_name, plan in plans["tasks"].items()
         }
         request = asdict(RunRequest(name, list(tasks), by_class, mirror_steps=2, **more))
         assert self.call("submit", request) == name
@@ -74,11 +75,11 @@ class Lab:
 
     def over(self, run: str) -> list[TaskView]:
         ended = ("finished", "stopped", "failed", "cancelled")
-        return self.until(run, lambda tasks: all(one.state in ended for one in tasks))
+        return self.until(run, lambda tasks: all(entry.state in ended for entry in tasks))
 
     def log(self, run: str, name: str) -> list[dict[str, Any]]:
         """The lines of the log of a task's result, as a driver fetches it."""
-        (result,) = [one for one in self.call("results", run) if one["task"] == name]
+        (result,) = [entry for entry in self.call("results", run) if entry["task"] == name]
         files = {file["path"]: file["digest"] for file in result["files"]}
         assert {"adapter_model.safetensors", "run.json", "log.jsonl"} <= files.keys()
         data = self.cluster.host(result["nodes"][0], "piece", result["unit"], files["log.jsonl"], 0)
@@ -160,13 +161,13 @@ def test_cancelling_keeps_the_last_checkpoint(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_wrong_requests_are_refused(lab: Lab, tmp_path: Path) -> None:
-    one = task("one", tmp_path)
+    single = task("one", tmp_path)
     far = {"one": {lab.device["plan_class"]: RunRequirements(1 << 60)}}
     for words, method, arguments in (
         ("No run 'nowhere'", "cancel", ("nowhere",)),
         ("quarantined", "release", ("nowhere",)),
         ("not valid", "submit", ({"name": 1},)),
-        ("device memory", "submit", (asdict(RunRequest("far", [one], far)),)),
+        ("device memory", "submit", (asdict(RunRequest("far", [single], far)),)),
     ):
         with pytest.raises(UserError, match=words):
             lab.call(method, *arguments)

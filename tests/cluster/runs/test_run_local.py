@@ -48,17 +48,17 @@ class Commands:
         return out + err
 
     def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.run("status", "--local", "--json"))
-        return found
+        report: dict[str, Any] = json.loads(self.run("status", "--local", "--json"))
+        return report
 
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Commands]:
     monkeypatch.setenv(local.DIRECTORY, str(tmp_path / "state"))
-    made = Commands(tmp_path)
+    instance = Commands(tmp_path)
     write_rows(tmp_path / "rows.jsonl", ROWS)
     try:
-        yield made
+        yield instance
     finally:
         local.end_local()
 
@@ -66,18 +66,18 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Comman
 def until(process: subprocess.Popen[str], words: str) -> str:
     """What a command prints up to a line with these words."""
     assert process.stdout
-    said = ""
+    output = ""
     for line in process.stdout:
-        said += line
+        output += line
         if words in line:
-            return said
-    raise AssertionError(said + (process.stderr.read() if process.stderr else ""))
+            return output
+    raise AssertionError(output + (process.stderr.read() if process.stderr else ""))
 
 
 def test_a_run_leaves_its_result_and_no_process(commands: Commands) -> None:
     place = commands.place
-    said = commands.run("run", "--local", *flags(**SMALL, data="rows.jsonl", output="out/a", max_steps=3, name="one"))
-    assert "finished" in said
+    output = commands.run("run", "--local", *flags(**SMALL, data="rows.jsonl", output="out/a", max_steps=3, name="one"))
+    assert "finished" in output
     record = json.loads((place / "out/a/run.json").read_text())
     assert record["stop_reason"] == "max steps"
     assert (place / "out/a/adapter_model.safetensors").is_file()
@@ -113,8 +113,8 @@ def test_jobs_go_on_without_a_driver(commands: Commands) -> None:
     killed.kill()
     killed.communicate(timeout=SECONDS)
     commands.run("cancel", "long", "--local")
-    said = commands.run("attach", "long", "--local", code=1)
-    assert said.count("cancelled") >= 2
+    output = commands.run("attach", "long", "--local", code=1)
+    assert output.count("cancelled") >= 2
     for name in ("a", "b"):  # what was trained until then is here, and can be continued
         assert list((commands.place / "out" / name).rglob("adapter_model.safetensors"))
     assert local.running_ray() is None
@@ -127,9 +127,11 @@ def test_other_machines_reach_nothing(commands: Commands, monkeypatch: pytest.Mo
     assert commands.status()["nodes"][0]["address"] == local.HERE  # the controller and the host's actor run
     from wgpu_lora.cluster import node_processes as processes
 
-    found = processes.listening(running.mark)
-    assert {"gcs_server", "raylet", "ray.util.client.server", "ray::RunController"} <= {one["process"] for one in found}
-    assert {one["address"] for one in found} == {local.HERE}
+    listeners = processes.listening(running.mark)
+    assert {"gcs_server", "raylet", "ray.util.client.server", "ray::RunController"} <= {
+        listener["process"] for listener in listeners
+    }
+    assert {listener["address"] for listener in listeners} == {local.HERE}
 
 
 def test_a_ray_that_was_killed_is_forgotten(commands: Commands) -> None:
@@ -141,7 +143,7 @@ def test_a_ray_that_was_killed_is_forgotten(commands: Commands) -> None:
 
     for process in processes.of_cluster(running.mark).values():
         process.kill()
-    said = commands.run("status", "--local", code=2)
-    assert "Ray does not run on this machine" in said
+    output = commands.run("status", "--local", code=2)
+    assert "Ray does not run on this machine" in output
     assert not Path(running.place).exists()
     assert "nothing: Ray does not run" in commands.run("down", "--local")

@@ -26,10 +26,10 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         "WGPU_LORA_DATA_DIR": "data",
         "XDG_CACHE_HOME": "cache",
     }
-    made = {**os.environ, **{name: str(tmp_path / path) for name, path in own.items()}}
-    made |= {"WGPU_LORA_NO_RUN_LOG": "1", "WGPU_LORA_NO_TUNE": "1", "WGPU_LORA_NO_CHECK": "1"}
-    yield made
-    wgpu_lora(made, tmp_path, "down", "--local")
+    variables = {**os.environ, **{name: str(tmp_path / path) for name, path in own.items()}}
+    variables |= {"WGPU_LORA_NO_RUN_LOG": "1", "WGPU_LORA_NO_TUNE": "1", "WGPU_LORA_NO_CHECK": "1"}
+    yield variables
+    wgpu_lora(variables, tmp_path, "down", "--local")
 
 
 def wgpu_lora(environment: dict[str, str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -57,8 +57,8 @@ def test_a_grid_is_trained_and_listed_the_best_first(
     words = ("sweep", "--local", "--data", "rows", "--model", "demo", "--max-length", "64", "--max-steps", "16")
     words += ("--param", "learning_rate=2e-3,1e-6", "--output", "out", "--logging-steps", "1", "--warmup-ratio", "0")
     words += ("--scheduler", scheduler, *SCHEDULERS[scheduler])
-    done = wgpu_lora(environment, tmp_path, *words)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = wgpu_lora(environment, tmp_path, *words)
+    assert process.returncode == 0, process.stdout + process.stderr
 
     result = json.loads((tmp_path / "out/sweep.json").read_text())
     trials = result["adapters"]

@@ -59,14 +59,14 @@ with take(Ledger(device_key(listed[0], listed)), budget, budget, "somebody's own
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """Three hosts whose devices are known, the last with another driver."""
-    fast, *others = drivers_here()
-    drivers = [fast, fast, *others][:3]
-    with Hosts(3, shared=tmp_path_factory.mktemp("shared"), drivers=drivers) as made:
-        for host in (made[0], made[2]):  # one after another, and kept
+    fast, *slower = drivers_here()
+    drivers = [fast, fast, *slower][:3]
+    with Hosts(3, shared=tmp_path_factory.mktemp("shared"), drivers=drivers) as machines:
+        for host in (machines[0], machines[2]):  # one after another, and kept
             host.python("-c", MEASURE, timeout=400)
-        made.start_nodes()
-        until(lambda: len(status(made)["devices"]) == 3, 300)
-        yield made
+        machines.start_nodes()
+        until(lambda: len(status(machines)["devices"]) == 3, 300)
+        yield machines
 
 
 def alone(host: Host, runs: list[dict[str, Any]]) -> None:
@@ -82,7 +82,7 @@ def device_of(directory: Path) -> str:
 
 def facts_at(hosts: Hosts, address: str) -> Any:
     """What a host said of its device at the last survey."""
-    return next(one["facts"] for one in status(hosts)["devices"] if one["facts"]["address"] == address)
+    return next(device["facts"] for device in status(hosts)["devices"] if device["facts"]["address"] == address)
 
 
 @contextmanager
@@ -124,9 +124,9 @@ def test_eight_adapters_end_as_each_alone(hosts: Hosts) -> None:
     same_driver = [device_of(ours) == device_of(theirs) for ours, theirs in zip(together, apart, strict=True)]
     assert any(same_driver)
     for ours, theirs, same in zip(together, apart, same_driver, strict=True):
-        made, expected = read_log(ours / LOG), read_log(theirs / LOG)
-        assert [entry["step"] for entry in made] == [entry["step"] for entry in expected] == [1, 2, 3, 4]
-        assert [entry["loss"] for entry in made] == pytest.approx(
+        actual, expected = read_log(ours / LOG), read_log(theirs / LOG)
+        assert [entry["step"] for entry in actual] == [entry["step"] for entry in expected] == [1, 2, 3, 4]
+        assert [entry["loss"] for entry in actual] == pytest.approx(
             [entry["loss"] for entry in expected], rel=DEVICE_TOLERANCE
         )
         if same:
@@ -135,13 +135,13 @@ def test_eight_adapters_end_as_each_alone(hosts: Hosts) -> None:
 
 def assert_placed_by_speed(devices: list[dict[str, Any]], tasks: list[dict[str, Any]]) -> None:
     """Each device was measured, and one that is much faster was given more."""
-    speeds = {f"{one['facts']['address']}/{one['facts']['key']}": one["facts"]["speed"] for one in devices}
-    given = Counter(task["device"] for task in tasks)
+    speeds = {f"{device['facts']['address']}/{device['facts']['key']}": device["facts"]["speed"] for device in devices}
+    counts = Counter(task["device"] for task in tasks)
     assert all(speed > 0 for speed in speeds.values())
     slow, *_, fast = sorted(speeds, key=speeds.__getitem__)
     if len(drivers_here()) > 1:  # lavapipe is about ten times as fast as SwiftShader
         assert speeds[fast] > MUCH * speeds[slow], speeds
-        assert given[fast] > given[slow], (speeds, given)
+        assert counts[fast] > counts[slow], (speeds, counts)
 
 
 def test_what_no_device_can_run_is_refused(hosts: Hosts) -> None:
@@ -185,14 +185,14 @@ def test_a_full_device_gets_nothing_and_unlike_devices_train_as_one(hosts: Hosts
         kill(hosts, "ray::ReplicaActor")
         single = until(lambda: (counts := devices_per_step(log))[-1] == 1 and len(counts), 120)
         until(lambda: devices_per_step(log)[single:].count(2) >= 4, 240)
-        made = read_log(log)
+        entries = read_log(log)
         assert not any(line.startswith("ray::TrainingActor") for line in hosts[1].processes().values())
         cluster(hosts, "cancel", "two")
-    run = {**options, "data": str(rows), "output": str(hosts.shared / "single"), "max_steps": made[-1]["step"]}
+    run = {**options, "data": str(rows), "output": str(hosts.shared / "single"), "max_steps": entries[-1]["step"]}
     alone(hosts[0], [run])
     expected = read_log(hosts.shared / "single" / LOG)
     for value in ("step", "loss", "grad_norm", "tokens"):
-        assert [line[value] for line in made] == pytest.approx([line[value] for line in expected], rel=2e-3), value
+        assert [line[value] for line in entries] == pytest.approx([line[value] for line in expected], rel=2e-3), value
 
 
 # -- teacher caches ----------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_a_cache_is_made_beside_training_and_gives_the_adapter_of_a_plain_run_wi
     rows, heldout = rows_of(place, 0), rows_of(place, 1)
     outputs = [place / "taught" / name for name in "ab"]
     named = [word for output in outputs for word in ("--adapters", f"{rows}:{output}")]
-    device = next(one["id"] for one in status(hosts)["devices"] if one["facts"]["address"] == hosts[1].address)
+    device = next(entry["id"] for entry in status(hosts)["devices"] if entry["facts"]["address"] == hosts[1].address)
     where = ["--join", "never", "--eval-device", device, "--name", "taught", "--detach"]
     cluster(hosts, "run", *where, *named, *flags(**STUDENT, **TEACHER, eval_data=heldout))
     title = "ray::EvaluationActor"

@@ -39,10 +39,10 @@ with tunnel(read_cluster_file(Path(sys.argv[1]))) as (address, token):
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
     """The person's machine, and two hosts with SSH servers."""
-    with Hosts(3, shared=tmp_path) as made:
-        for server in made[1], made[2]:
-            start_sshd(made, server)
-        yield made
+    with Hosts(3, shared=tmp_path) as machines:
+        for server in machines[1], machines[2]:
+            start_sshd(machines, server)
+        yield machines
 
 
 def wgpu_lora(host: Host, *words: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
@@ -63,11 +63,11 @@ def test_up_status_down(hosts: Hosts, tmp_path: Path) -> None:
     table = '[[host]]\nhost = "{}"\nlabels = {{ rack = "{}" }}\n'
     file.write_text(top + table.format(head.name, "one") + table.format(worker.name, "two"))
 
-    said = wgpu_lora(here, "up", "-f", file).stdout
-    assert "$ ray start --head" in said
-    assert "on all interfaces: 6379 gcs_server" in said
-    assert "is up: 2 hosts" in said
-    assert "Warning" not in said  # 10.77.0.0/24 is not the Internet's
+    output = wgpu_lora(here, "up", "-f", file).stdout
+    assert "$ ray start --head" in output
+    assert "on all interfaces: 6379 gcs_server" in output
+    assert "is up: 2 hosts" in output
+    assert "Warning" not in output  # 10.77.0.0/24 is not the Internet's
     again = wgpu_lora(here, "up", "-f", file).stdout
     assert again.count("runs already") == 2
     assert "$ ray start" not in again
@@ -77,9 +77,9 @@ def test_up_status_down(hosts: Hosts, tmp_path: Path) -> None:
     assert all(any(name.startswith("webgpu:") for name in resources) for _, _, resources in nodes)
     key = (tmp_path / "a key's folder" / "client").read_text()
     for host in (head, worker):
-        kept = [path for path in (host.tmp / "home").rglob("*") if path.is_file()]
-        assert not [path for path in kept if key in path.read_text(errors="replace")], "the key stays here"
-        token = next(path for path in kept if path.name == "token")
+        files = [path for path in (host.tmp / "home").rglob("*") if path.is_file()]
+        assert not [path for path in files if key in path.read_text(errors="replace")], "the key stays here"
+        token = next(path for path in files if path.name == "token")
         assert token.stat().st_mode & 0o077 == 0
     assert not [line for host in (head, worker) for line in host.processes().values() if token.read_text() in line]
 
@@ -98,11 +98,16 @@ def test_up_status_down(hosts: Hosts, tmp_path: Path) -> None:
     wgpu_lora(here, "down", "-f", file)
     assert stranger.poll() is None
 
-    def left() -> list[set[str]]:
-        return [set(host.processes().values()) - known for host, known in zip((head, worker), before, strict=True)]
+    def new_processes() -> list[set[str]]:
+        return [
+            set(host.processes().values()) - commands_before
+            for host, commands_before in zip((head, worker), before, strict=True)
+        ]
 
-    until(lambda: not any("sshd" in line for some in left() for line in some), 60)  # of connections that have ended
-    assert left() == [{"sleep 1000"}, set()]
+    until(
+        lambda: not any("sshd" in line for some in new_processes() for line in some), 60
+    )  # of connections that have ended
+    assert new_processes() == [{"sleep 1000"}, set()]
     assert not list((head.tmp / "home").rglob("token")) + list((here.tmp / "home").rglob("token"))
 
 
@@ -122,7 +127,7 @@ def test_hosts_that_cannot_be_used_are_named_before_anything_runs(hosts: Hosts, 
     refused = wgpu_lora(here, "up", "-f", file, check=False)
     assert refused.returncode == 2
     lines = refused.stderr.splitlines()
-    said = ("4 hosts cannot", "/no/such/python", "chmod 600", "key that is not known", "Connection refused")
-    for line, words in zip(lines, said, strict=True):
+    messages = ("4 hosts cannot", "/no/such/python", "chmod 600", "key that is not known", "Connection refused")
+    for line, words in zip(lines, messages, strict=True):
         assert words in line
     assert not [line for line in head.processes().values() if "ray" in line]

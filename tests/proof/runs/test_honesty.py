@@ -61,10 +61,10 @@ def test_what_the_loader_brings_is_explained_by_what_was_looked_at(
     monkeypatch.setattr("wgpu_lora.proof.watched_workers.libraries", lambda pid: {str(icd), str(cuda)})
     finding = watched(tmp_path, monkeypatch)
     assert finding.status == "passed", finding.reason
-    found = finding.figures["cuda_of_the_driver"]
-    assert any("child" in process for process in found["libraries"][str(cuda)])
-    assert "ctypes or cffi" in found["why"]
-    assert "libGLX_nvidia.so.0" in found["why"]
+    figures = finding.figures["cuda_of_the_driver"]
+    assert any("child" in process for process in figures["libraries"][str(cuda)])
+    assert "ctypes or cffi" in figures["why"]
+    assert "libGLX_nvidia.so.0" in figures["why"]
     page = render(facts_of(finding))
     assert str(cuda) in page
     assert "child (" in page
@@ -78,8 +78,8 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     try:
         children.run("child", "proof-devices", select="0")
         children.watcher.look()
-        for one in children.watcher.records.values():
-            one.looks = one.looks or 1
+        for record in children.watcher.records.values():
+            record.looks = record.looks or 1
         proof: Any = SimpleNamespace(children=children, devices={"used": [0]})
         return carry_out(6, "no CUDA", no_cuda, proof)
     finally:
@@ -141,7 +141,7 @@ def test_held_out_rows_are_compared_by_their_texts(tmp_path: Path) -> None:
 
     files = [tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"]
     for file, rows in zip(files, ([row("a"), row("c")], [row(" a ", check="x"), row("d")]), strict=True):
-        file.write_text("".join(json.dumps(one) + "\n" for one in rows))
+        file.write_text("".join(json.dumps(item) + "\n" for item in rows))
     assert count_leaked_rows(*files) == (1, 2)
     assert count_leaked_rows(DEMO_HELDOUT.with_name("train.jsonl"), DEMO_HELDOUT)[0] == 0
 
@@ -165,7 +165,7 @@ def test_strict_wants_everything_proven(
 
 
 @pytest.mark.parametrize(
-    ("written", "status"),
+    ("changes", "status"),
     [
         ({}, "passed"),
         ({"seconds": 9.0}, "passed"),
@@ -175,7 +175,7 @@ def test_strict_wants_everything_proven(
     ],
 )
 def test_resuming_is_judged_by_what_the_resumed_run_wrote(
-    tmp_path: Path, written: dict[str, Any] | None, status: str
+    tmp_path: Path, changes: dict[str, Any] | None, status: str
 ) -> None:
     """A stand-in for the command copies the last checkpoint and writes the last line of the log, or leaves it out."""
     whole = {"epoch": 0.0, "learning_rate": 0.1, "grad_norm": 1.0}
@@ -190,7 +190,7 @@ def test_resuming_is_judged_by_what_the_resumed_run_wrote(
     def run(name: str, job: str, **options: Any) -> None:
         shutil.copytree(steps / "step-3", resumed / run_checkpoint.STEPS / "step-3")
         with (resumed / LOG).open("a") as file:
-            file.write("" if written is None else json.dumps(log[-1] | written) + "\n")
+            file.write("" if changes is None else json.dumps(log[-1] | changes) + "\n")
 
     training = SimpleNamespace(directory=tmp_path / "run", log=log, devices=[0])
     proof: Any = SimpleNamespace(

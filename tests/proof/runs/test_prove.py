@@ -30,8 +30,8 @@ LINUX = pytest.mark.skipif(
 def recipe(tmp_path: Path, **changes: Any) -> Path:
     """A run of 24 small steps on a tiny model, whose held-out rows count as the others do, from other numbers."""
     rows = write_rows(tmp_path / "rows.jsonl")
-    others = [{"input_ids": [i + 3 for i in row["input_ids"]]} for row in ROWS]
-    heldout = write_rows(tmp_path / "heldout.jsonl", others)
+    heldout_rows = [{"input_ids": [i + 3 for i in row["input_ids"]]} for row in ROWS]
+    heldout = write_rows(tmp_path / "heldout.jsonl", heldout_rows)
     options: dict[str, Any] = {
         "model": QWEN2, "data": str(rows), "eval_data": str(heldout), "output": "unused", "max_length": 16, "lora_r": 4,
         "packing": True, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 24,
@@ -47,7 +47,7 @@ def prove(
 ) -> tuple[int, dict[int, dict[str, Any]], str]:
     """The exit code, the checks of proof.json in `to` by number ({} where there is none), and stderr."""
     out = tmp_path / to
-    done = subprocess.run(
+    process = subprocess.run(
         [*PROVE, "--out", str(tmp_path / "proof"), *map(str, arguments)],
         env=os.environ | environment,
         capture_output=True,
@@ -56,7 +56,7 @@ def prove(
     )
     file = out / "proof.json"
     checks = json.loads(file.read_text())["checks"] if file.is_file() else []
-    return done.returncode, {check["number"]: check for check in checks}, done.stderr
+    return process.returncode, {check["number"]: check for check in checks}, process.stderr
 
 
 def statuses(checks: dict[int, dict[str, Any]]) -> dict[int, str]:
@@ -119,9 +119,9 @@ def test_a_preloaded_cuda_library_is_found_though_it_does_nothing(
                  if (path := line.split()[-1]).startswith("/") and ".so" in path and "libz" in path)  # fmt: skip
     fake = tmp_path / "libcudart.so.12"
     shutil.copyfile(small, fake)
-    taken = tmp_path / "proof" / "notes"
-    taken.parent.mkdir()
-    taken.write_text("kept")
+    notes = tmp_path / "proof" / "notes"
+    notes.parent.mkdir()
+    notes.write_text("kept")
     home, environment = in_an_empty_home(tmp_path)
     monkeypatch.delenv("MESA_SHADER_CACHE_DIR", raising=False)
     out = tmp_path / "proof-2"
@@ -133,7 +133,7 @@ def test_a_preloaded_cuda_library_is_found_though_it_does_nothing(
     assert checks[2]["reason"] == "left out by --only"
     assert json.loads((out / "proof.json").read_text())["outcome"] == "refuted"
     assert (out / "proof.html").is_file()
-    assert taken.read_text() == "kept"
+    assert notes.read_text() == "kept"
     assert not list(home.iterdir())
 
 
@@ -144,9 +144,9 @@ def test_no_device_fails(tmp_path: Path) -> None:
     nothing = dict.fromkeys(("VK_DRIVER_FILES", "VK_ICD_FILENAMES", "__EGL_VENDOR_LIBRARY_FILENAMES"), none)
     code, checks, errors = prove(tmp_path, "--only", "1,2,3,4,6", **nothing)
     assert code == 1, errors
-    found = statuses(checks)
-    assert found.pop(1) == "failed"
-    assert set(found.values()) == {"not run"}
+    results = statuses(checks)
+    assert results.pop(1) == "failed"
+    assert set(results.values()) == {"not run"}
     assert "no device" in checks[3]["reason"]
     facts = json.loads((tmp_path / "proof" / "proof.json").read_text())
     assert (facts["devices"], facts["proven"]) == ([], False)

@@ -27,17 +27,17 @@ def statements(place: Path) -> list[bytes]:
     quote = {**parts, "pcrs": {"0": "00" * 32}}
     predicates = [{"claims": stated}, {"claims": quoted, "quote": quote}]
     return [
-        json.dumps(dsse.statement(claims.PROFILE, [("claims", claims.digest(one["claims"]))], one)).encode()
-        for one in predicates
+        json.dumps(dsse.statement(claims.PROFILE, [("claims", claims.digest(predicate["claims"]))], predicate)).encode()
+        for predicate in predicates
     ]
 
 
 def read(data: bytes) -> None:
     """With a subject that fits the claims, if there are any."""
     try:
-        said = json.loads(data)
-        said["subject"][0]["digest"]["sha256"] = claims.digest(said["predicate"]["claims"])
-        data = json.dumps(said).encode()
+        statement = json.loads(data)
+        statement["subject"][0]["digest"]["sha256"] = claims.digest(statement["predicate"]["claims"])
+        data = json.dumps(statement).encode()
     except (ValueError, TypeError, LookupError, RecursionError):
         pass
     signed = Envelope(data, dsse.STATEMENT, {})

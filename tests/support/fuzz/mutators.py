@@ -73,10 +73,10 @@ def of_json(text: bytes, rng: random.Random) -> bytes:
         return text
     for _ in range(rng.randint(1, 3)):
         value = _changed(value, rng)
-    written = json.dumps(value)
-    if rng.random() < 0.05 and written.startswith("{") and len(written) > 2:
-        written = "{" + written[1:-1] + "," + written[1:]  # every key twice
-    return written.encode()
+    document = json.dumps(value)
+    if rng.random() < 0.05 and document.startswith("{") and len(document) > 2:
+        document = "{" + document[1:-1] + "," + document[1:]  # every key twice
+    return document.encode()
 
 
 def _changed(root: Any, rng: random.Random) -> Any:

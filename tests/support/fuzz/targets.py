@@ -120,8 +120,8 @@ def low_bit_model(place: Path) -> None:
     checkpoint = PackedCheckpoint(place, LOW_BIT)
     checkpoint.check_against(config.parameter_shapes(), config.matrices())
     for name in sorted(config.matrices()):
-        if found := checkpoint.packed(name):
-            found.read()
+        if weight := checkpoint.packed(name):
+            weight.read()
 
 
 @cache
@@ -138,18 +138,18 @@ def demo_backend() -> LocalTokenizer:
 def settings(place: Path) -> None:
     """What stands beside a tokenizer.json, template included."""
     with patch.object(tokenizer, "TokenizerProcess", lambda *_: demo_backend()):
-        found = Tokenizer.load(place)
-    if found is not None:
-        _ = found.stop_ids, found.eos_id, found.bos_id, found.pad_id
+        vocabulary = Tokenizer.load(place)
+    if vocabulary is not None:
+        _ = vocabulary.stop_ids, vocabulary.eos_id, vocabulary.bos_id, vocabulary.pad_id
 
 
 def whole_tokenizer(place: Path) -> None:
     """As it is in use: in a child, texts by it too."""
-    found = Tokenizer.load(place)
-    if found is not None:
-        found.encode_with_offsets("a" * 300 + " " * 300 + "x")
-        found.decode(found.encode("Hi <|im_end|> 12\n", add_special_tokens=True)[:9])
-        found.files()
+    vocabulary = Tokenizer.load(place)
+    if vocabulary is not None:
+        vocabulary.encode_with_offsets("a" * 300 + " " * 300 + "x")
+        vocabulary.decode(vocabulary.encode("Hi <|im_end|> 12\n", add_special_tokens=True)[:9])
+        vocabulary.files()
 
 
 def gguf(place: Path) -> None:
@@ -178,16 +178,16 @@ def chat_template(place: Path) -> Run:
 
 def rows(place: Path) -> Run:
     """Training data of any format, by its bytes, through formats, template and masks."""
-    found = Tokenizer.load(DEMO)
+    demo = Tokenizer.load(DEMO)
 
     def run(data: bytes) -> None:
         for name in ("rows.csv", "rows.json"):
             (place / name).write_bytes(data)
         with suppress(UserError):
-            tokenize_source(place / "rows.csv", found, max_length=32)
+            tokenize_source(place / "rows.csv", demo, max_length=32)
         with suppress(UserError):
-            tokenize_source(place / "rows.csv", found, max_length=32, formats=Preferences.formats, parts=2)
-        tokenize_source(place / "rows.json", found, max_length=32)
+            tokenize_source(place / "rows.csv", demo, max_length=32, formats=Preferences.formats, parts=2)
+        tokenize_source(place / "rows.json", demo, max_length=32)
 
     return run
 

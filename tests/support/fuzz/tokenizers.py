@@ -73,8 +73,8 @@ def of_tokenizer(text: bytes, rng: random.Random) -> bytes:
     try:
         value = json.loads(text)
         for name in rng.sample(list(PARTS), rng.randint(1, 3)):
-            inner, known = PARTS[name if rng.random() < 0.95 else rng.choice(list(PARTS))]
-            parts = copy.deepcopy(rng.choices(known, k=rng.choice([1, 1, 2, 3, 8, 30])))
+            inner, variants = PARTS[name if rng.random() < 0.95 else rng.choice(list(PARTS))]
+            parts = copy.deepcopy(rng.choices(variants, k=rng.choice([1, 1, 2, 3, 8, 30])))
             for part in parts:
                 if "pattern" in part and rng.random() < 0.5:
                     part["pattern"] = copy.deepcopy(rng.choice(PATTERNS))
@@ -83,5 +83,5 @@ def of_tokenizer(text: bytes, rng: random.Random) -> bytes:
             value["model"] = copy.deepcopy(rng.choice(MODELS))
     except (ValueError, RecursionError, TypeError):
         return of_json(text, rng)
-    written = json.dumps(value).encode()
-    return of_json(written, rng) if rng.random() < 0.4 else written
+    document = json.dumps(value).encode()
+    return of_json(document, rng) if rng.random() < 0.4 else document

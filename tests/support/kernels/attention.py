@@ -25,8 +25,8 @@ def packed(*segments: int, window: int = NONE) -> np.ndarray:
 def forked(*pairs: tuple[int, int, int]) -> np.ndarray:
     """Ranges of pairs of sequences with a common prefix: (own rows of one, common rows, own rows of the other)."""
     rows, start = [], 0
-    for one, common, other in pairs:
-        fork, end = start + one, start + one + common
+    for own, common, other in pairs:
+        fork, end = start + own, start + own + common
         stop = end + other
         rows += [(t, end, t + 1, start) for t in range(start, fork)]
         rows += [(fork, t + 1, stop, start) for t in range(fork, end)]
@@ -37,8 +37,8 @@ def forked(*pairs: tuple[int, int, int]) -> np.ndarray:
 
 def cached(rows: int, keys: int, window: int = NONE) -> np.ndarray:
     """The last `rows` queries over a cache of `keys`; the first of them sees nothing."""
-    seen = [(max(0, t + 1 - window), t + 1, 0, 0) for t in range(keys - rows, keys)]
-    return u32((5, 5, 0, 0), *seen[1:])
+    segments = [(max(0, t + 1 - window), t + 1, 0, 0) for t in range(keys - rows, keys)]
+    return u32((5, 5, 0, 0), *segments[1:])
 
 
 def cases(

@@ -13,12 +13,12 @@ from wgpu_lora.ops.delta_net import delta_chunks, delta_scan
 
 def runs_of(*lengths: int, padding: int = 0, states: tuple[int, ...] = (), fresh: tuple[int, ...] = ()) -> np.ndarray:
     """The runs of sequences one after another. states: that of each; fresh: of these, those that begin with none."""
-    found = []
+    rows = []
     for number, length in enumerate(lengths):
         state = states[number] if states else NONE
         goes_on = int(bool(states) and state not in fresh)
-        found += [(t, length - t, state, goes_on) for t in range(length)]
-    return u32(*found, *[(0, 1, NONE, 0)] * padding)
+        rows += [(t, length - t, state, goes_on) for t in range(length)]
+    return u32(*rows, *[(0, 1, NONE, 0)] * padding)
 
 
 RUNS = runs_of(
@@ -53,12 +53,12 @@ def beta(rng: np.random.Generator, c: dict[str, Any]) -> np.ndarray:
 
 def triangle(rng: np.random.Generator, c: dict[str, Any], strict: bool) -> np.ndarray:
     """As `delta_pairs` writes it, and of a size that its inverse stays small."""
-    found = np.zeros((ROWS, c["heads"], 64), np.float32)
+    blocks = np.zeros((ROWS, c["heads"], 64), np.float32)
     for start, stop in delta_chunks.pieces(RUNS, ROWS):
         n, at = stop - start, start % 64
         part = np.where(delta_chunks.lower(n, strict)[..., None], normal(rng, n, n, c["heads"]), 0) / 8
-        found[start:stop, :, at : at + n] = part.transpose(0, 2, 1)
-    return found
+        blocks[start:stop, :, at : at + n] = part.transpose(0, 2, 1)
+    return blocks
 
 
 def pairs(c: dict[str, Any], x_of: str, y_of: str, second: bool, strict: bool) -> None:
@@ -177,9 +177,14 @@ KEPT = runs_of(3, 70, 1, 90, padding=3, states=(4, 1, 0, 2), fresh=(1,))
 
 def scan_of_a_cache(rng: np.random.Generator) -> Arrays:
     """Sequence 1 begins, the others go on, and 3 has no rows."""
-    kept = normal(rng, 5, 6, KEY, VALUE)
-    kept[1] = np.nan
-    arrays = {"runs": KEPT, "u": normal(rng, ROWS, 6, VALUE), "w": normal(rng, ROWS, 6, KEY) / 4, "states": kept}
+    cached_states = normal(rng, 5, 6, KEY, VALUE)
+    cached_states[1] = np.nan
+    arrays = {
+        "runs": KEPT,
+        "u": normal(rng, ROWS, 6, VALUE),
+        "w": normal(rng, ROWS, 6, KEY) / 4,
+        "states": cached_states,
+    }
     arrays |= {"v": poison(ROWS, 6, VALUE), "qk": qk(rng), "decay": decay(rng, GENERATING)}
     return {**arrays, "y": poison(ROWS, 6, VALUE)}
 

@@ -60,8 +60,8 @@ add(
 
 
 def gated(rng: np.random.Generator) -> Arrays:
-    both = {"x": normal(rng, 67, 37), "gate": 4 * normal(rng, 67, 37)}
-    return {**both, "weight": normal(rng, 37), "y": poison(67, 37)}
+    inputs = {"x": normal(rng, 67, 37), "gate": 4 * normal(rng, 67, 37)}
+    return {**inputs, "weight": normal(rng, 37), "y": poison(67, 37)}
 
 
 def gated_backward(rng: np.random.Generator) -> Arrays:

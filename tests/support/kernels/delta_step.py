@@ -18,9 +18,9 @@ COLS = 2 * KEY_HEADS * KEY + HEADS * VALUE
 
 
 def state(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    found = normal(rng, SEQUENCES, *shape)
-    found[1:3] = np.nan  # of a sequence that begins, and of none
-    return found
+    values = normal(rng, SEQUENCES, *shape)
+    values[1:3] = np.nan  # of a sequence that begins, and of none
+    return values
 
 
 def inputs(rng: np.random.Generator) -> Arrays:

@@ -13,33 +13,33 @@ from wgpu_lora.train.objectives import kd
 ROWS, STRIDE = 67, 128
 
 
-def distilled(kept: int, temperature: float = 1.0, whole: bool = False, **constants: Any) -> None:
+def distilled(count: int, temperature: float = 1.0, whole: bool = False, **constants: Any) -> None:
     """Rows 60 on are unused. whole: the support is the vocabulary, so that nothing is left beside it."""
-    both = temperature != 1 and bool(constants.get("top1") or constants.get("full"))
+    plain_state = temperature != 1 and bool(constants.get("top1") or constants.get("full"))
 
     def make(rng: np.random.Generator) -> Arrays:
         weights = rng.random(ROWS, np.float32) + 0.5
         weights[60:] = 0
-        lp = 3 * normal(rng, ROWS, kept + 1)
+        lp = 3 * normal(rng, ROWS, count + 1)
         lp -= np.logaddexp.reduce(lp, 1, keepdims=True)
-        places, picked = rng.integers(0, kept + 1, ROWS, np.uint32), 3 * normal(rng, ROWS, kept + 1)
+        places, picked = rng.integers(0, count + 1, ROWS, np.uint32), 3 * normal(rng, ROWS, count + 1)
         state, plain = normal(rng, ROWS, 4), normal(rng, ROWS, 4)
         state[:, 1], plain[:, 1] = 1 + rng.random((2, ROWS), np.float32)
         plain[:, 0] = state[:, 0]
         state[::7, 0] -= 40  # the student leaves next to nothing to the rest
         plain[::7, 0] -= 40
-        lp[::5, kept] = np.log(1e-6)
+        lp[::5, count] = np.log(1e-6)
         if whole:
-            places, state[:, :2] = places % u32(kept), (LOWEST, 0)
-            lp = np.concatenate([lp[:, :kept], np.full((ROWS, 1), LOWEST)], 1)
-        picked[places < kept, kept] = np.nan
+            places, state[:, :2] = places % u32(count), (LOWEST, 0)
+            lp = np.concatenate([lp[:, :count], np.full((ROWS, 1), LOWEST)], 1)
+        picked[places < count, count] = np.nan
         picked[60:], state[60:] = np.nan, np.nan
         arrays = {"picked": picked, "teacher": lp.astype(np.float32), "places": places, "token_weights": weights}
-        arrays |= {"state": state, "slopes": poison(ROWS, kept + 1), "values": np.zeros((9, STRIDE), np.float32)}
-        return arrays | ({"plain": plain} if both else {})
+        arrays |= {"state": state, "slopes": poison(ROWS, count + 1), "values": np.zeros((9, STRIDE), np.float32)}
+        return arrays | ({"plain": plain} if plain_state else {})
 
     usual = {"kd": 1.0, "top1": 0.0, "full": 0.0}
-    shape = {"rows": ROWS, "kept": kept, "stride": STRIDE, "rate": 1 / temperature}
+    shape = {"rows": ROWS, "kept": count, "stride": STRIDE, "rate": 1 / temperature}
     add(kd.kd_scores, make, note="whole" if whole else "", **usual | shape | constants)
 
 

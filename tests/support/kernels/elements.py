@@ -17,11 +17,11 @@ from wgpu_lora.weights.nf4 import nf4, nf4_products
 from wgpu_lora.weights.nf4.nf4_reference import DYNAMIC_CODE
 
 
-def several(rng: np.random.Generator, size: int, inputs: str, outputs: str) -> Arrays:
+def arrays_of(rng: np.random.Generator, size: int, inputs: str, outputs: str) -> Arrays:
     return {**{n: 3 * normal(rng, size) for n in inputs.split()}, **{n: poison(size) for n in outputs.split()}}
 
 
-for one, inputs, outputs in (
+for kernel, inputs, outputs in (
     (elementwise.swiglu_forward, "gate up", "y"),
     (elementwise.swiglu_backward, "gate up dy", "dgate dup"),
     (elementwise.geglu_forward, "gate up", "y"),
@@ -30,7 +30,7 @@ for one, inputs, outputs in (
     (elementwise.copy, "x", "y"),
 ):
     for size in (4 * 64 + 37, 8 * 64 + 36):  # singly, and by fours
-        add(one, lambda rng, i=inputs, o=outputs, n=size: several(rng, n, i, o), size=size)
+        add(kernel, lambda rng, i=inputs, o=outputs, n=size: arrays_of(rng, n, i, o), size=size)
 add(
     device_ceilings.fma_chains,
     lambda rng: {"x": rng.uniform(0.3, 0.7, 67).astype(np.float32), "y": poison(67)},

@@ -18,9 +18,9 @@ def clustered(rng: np.random.Generator, rows: int, size_in: int, count: int) -> 
     half, even = BINS // 2, np.linspace(-0.95, 0.95, count)
     bins = (half + half * np.sign(even) * np.sqrt(np.abs(even))).astype(int)
     codes = rng.permuted(np.tile(np.arange(size_in) % count, (rows, 1)), axis=1)
-    chosen = bins[codes] + (rng.integers(-1, 2, codes.shape) if count < 16 else 0)
-    chosen[:, :2] = 0, BINS - 1
-    roots = np.where(chosen == 0, -1, np.where(chosen == BINS - 1, 1, (chosen + 0.5) / half - 1))
+    levels = bins[codes] + (rng.integers(-1, 2, codes.shape) if count < 16 else 0)
+    levels[:, :2] = 0, BINS - 1
+    roots = np.where(levels == 0, -1, np.where(levels == BINS - 1, 1, (levels + 0.5) / half - 1))
     return (np.sign(roots) * roots**2).astype(np.float32)
 
 
@@ -28,17 +28,17 @@ def fits(rows: int, size_in: int, group: int, bits: int, important: bool) -> Non
     shape: dict[str, Any] = {"rows": rows, "size_in": size_in, "group": group, "bits": bits}
 
     def make(rng: np.random.Generator, table: bool) -> Arrays:
-        found: Arrays = {"importance": 0.5 + rng.random(size_in, np.float32)} if important else {}
+        arrays: Arrays = {"importance": 0.5 + rng.random(size_in, np.float32)} if important else {}
         spread = np.float32(1)
         if group:
             scales = 0.02 + 0.02 * rng.random((rows, size_in // group), np.float32)
             spread = np.repeat(scales, group, axis=1)
             off = 0.04 if table else 0.0  # which would move values out of the middle of their bins
-            found["scales"] = (scales * (1 + off * (rng.random(scales.shape, np.float32) - 0.5))).astype(np.float32)
+            arrays["scales"] = (scales * (1 + off * (rng.random(scales.shape, np.float32) - 0.5))).astype(np.float32)
         w = clustered(rng, rows, size_in, 2**bits) * spread
         x = w / spread
         near = np.sort(x, axis=1)[:, (np.arange(2**bits) * size_in + size_in // 2) // 2**bits]
-        return {"w": w, "table": near.astype(np.float32) if table else poison(rows, 2**bits), **found}
+        return {"w": w, "table": near.astype(np.float32) if table else poison(rows, 2**bits), **arrays}
 
     note = "" if important else "plain"
     add(kmeans_kernels.lut_start, lambda rng: make(rng, False), **shape, note=note)
@@ -68,9 +68,9 @@ def encodes(rows: int, size_in: int, group: int, bits: int) -> None:
         spread = np.repeat(scales, size_in // count, axis=1) if group or bits == 8 else np.float32(1)
         w = (x + 0.4 * (rng.random(x.shape) - 0.5)) * spread
         words = rng.integers(0, 2**32, (word_rows(size_in, bits), out), np.uint32)
-        found: Arrays = {"w": w.astype(np.float32), "codes": words}
-        found |= {"table": table.astype(np.float32)} if bits < 8 else {}
-        return found | ({"scales": scales} if group or bits == 8 else {})
+        arrays: Arrays = {"w": w.astype(np.float32), "codes": words}
+        arrays |= {"table": table.astype(np.float32)} if bits < 8 else {}
+        return arrays | ({"scales": scales} if group or bits == 8 else {})
 
     add(kmeans_kernels.lowbit_encode, make, **shape, first=3, out=out)
 

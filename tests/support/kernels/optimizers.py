@@ -41,13 +41,13 @@ def norms(rng: np.random.Generator) -> Arrays:
     }
 
 
-def updates(rng: np.random.Generator, kind: Any, states: str, held: str, blocks: np.ndarray, size: int) -> Arrays:
+def updates(rng: np.random.Generator, kind: Any, states: str, dtype: str, blocks: np.ndarray, size: int) -> Arrays:
     report = normal(rng, HYPER_SLOTS, 4)
     report[:, 2] = 1, 1, 1, 0, 0
     values = {name: normal(rng, size) for name in ("params", "grads", *states.split())}
     if "second_moment" in values:
         values["second_moment"] **= 2
-    for name in states.split() if held == "bf16" else ():
+    for name in states.split() if dtype == "bf16" else ():
         values[name] = as_bf16(values[name])
     return {**values, "block_owners": blocks, "hyper": hypers(rng, kind), "report": report}
 
@@ -56,19 +56,19 @@ def as_bf16(values: np.ndarray) -> np.ndarray:
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
-def updating(kernel: Any, kind: Any, states: str, held: str = "f32", note: str = "") -> None:
+def updating(kernel: Any, kind: Any, states: str, dtype: str = "f32", note: str = "") -> None:
     """Blocks of owners that are updated, of none, and of slots that are not."""
     blocks, size = u32(0, NONE, 7, 4, 1, 8), 6 * gradient_norm.BLOCK
 
     def make(rng: np.random.Generator) -> Arrays:
-        arrays = updates(rng, kind, states, held, blocks, size)
+        arrays = updates(rng, kind, states, dtype, blocks, size)
         arrays["grads"][2 * gradient_norm.BLOCK : 3 * gradient_norm.BLOCK] = np.nan
         return arrays
 
-    add(kernel, make, size=size, note=note, coarse=tuple(states.split()) if held == "bf16" else (), moving="report")
+    add(kernel, make, size=size, note=note, coarse=tuple(states.split()) if dtype == "bf16" else (), moving="report")
 
 
-def checking(kernel: Any, kind: Any, states: str, held: str = "f32", note: str = "") -> None:
+def checking(kernel: Any, kind: Any, states: str, dtype: str = "f32", note: str = "") -> None:
     """Blocks of slot 0: one that is left in order, and one for each way to leave it; then what is not looked at."""
     blocks = u32(0, 1, 0, 1, 0, 0, NONE, 7, 4)
 
@@ -81,7 +81,7 @@ def checking(kernel: Any, kind: Any, states: str, held: str = "f32", note: str =
         values["params"][[6, 7, 8], 0] = np.nan
         for at, name in enumerate(states.split()):
             values[name][4 + at, 3] = np.inf
-            arrays[name] = as_bf16(values[name]).reshape(-1) if held == "bf16" else values[name].reshape(-1)
+            arrays[name] = as_bf16(values[name]).reshape(-1) if dtype == "bf16" else values[name].reshape(-1)
         return {**arrays, "diverged": poison(blocks.size)}
 
     add(kernel, make, blocks=blocks.size, note=note)

@@ -18,10 +18,10 @@ def spans(rng: np.random.Generator, count: int, context: bool) -> tuple[np.ndarr
     lengths = rng.integers(1, 9, (SIZE, count))
     before = rng.integers(0, 3, (SIZE, count)) if context else np.zeros((SIZE, count), int)
     stops = np.cumsum(lengths + 3).reshape(SIZE, count)
-    found = np.stack([stops - lengths, stops], 2)
-    starts = found[:, :, 0] - before
-    found[SIZE - UNUSED :], starts[SIZE - UNUSED :] = 0, 0
-    return u32(found.tolist()), u32(starts.tolist())
+    bounds = np.stack([stops - lengths, stops], 2)
+    starts = bounds[:, :, 0] - before
+    bounds[SIZE - UNUSED :], starts[SIZE - UNUSED :] = 0, 0
+    return u32(bounds.tolist()), u32(starts.tolist())
 
 
 def summed(count: int, context: bool) -> Any:
@@ -49,13 +49,13 @@ def scored(kernel: Kernel, logged: int, scale: float = 1.0, **constants: Any) ->
 
     def make(rng: np.random.Generator) -> Arrays:
         def logs(*shape: int) -> np.ndarray:
-            found = (-np.abs(normal(rng, SIZE, *shape)) * scale).astype(np.float32)
+            values = (-np.abs(normal(rng, SIZE, *shape)) * scale).astype(np.float32)
             # Large ones are multiples of 1/16, whose differences f32 holds: what matters are the losses of small ones.
-            return np.round(16 * found) / 16 if scale > 1 else found
+            return np.round(16 * values) / 16 if scale > 1 else values
 
         sums, weights = logs(count, 2), rng.random(SIZE, np.float32) + 0.5
         weights[SIZE - UNUSED :], sums[SIZE - UNUSED :] = 0, np.nan
-        given = {
+        arrays = {
             "sums": sums,
             "members": spans(rng, count, False)[0],
             "reference": logs(count),
@@ -66,7 +66,7 @@ def scored(kernel: Kernel, logged: int, scale: float = 1.0, **constants: Any) ->
             "losses": poison(SIZE),
             "metrics": poison(logged, STRIDE),
         }
-        return {name: given[name] for name in kernel.bindings}
+        return {name: arrays[name] for name in kernel.bindings}
 
     add(kernel, make, size=SIZE, stride=STRIDE, beta=0.3, note=f"scale{scale:g}", **constants)
 
@@ -81,8 +81,8 @@ scored(dpo.dpo_scores, 6, label_smoothing=0.1, **dict.fromkeys(dpo.LOSSES, 0.7))
 for loss in dpo.LOSSES:
     scored(dpo.dpo_scores, 6, 1e3, label_smoothing=0.1, **{loss: 1.0})
 for loss in cpo.LOSSES:
-    chosen = {name: name == loss for name in ("hinge", "ipo", "simpo")}
-    scored(cpo.cpo_scores, 7, label_smoothing=0.1, gamma=0.5, alpha=0.7, mean=loss in cpo.MEANS, **chosen)
+    flags = {name: name == loss for name in ("hinge", "ipo", "simpo")}
+    scored(cpo.cpo_scores, 7, label_smoothing=0.1, gamma=0.5, alpha=0.7, mean=loss in cpo.MEANS, **flags)
 scored(cpo.cpo_scores, 7, 1e3, label_smoothing=0.0, gamma=0.5, alpha=0.0)
 for scale in (1.0, 1e4, 1e-3):
     scored(orpo.orpo_scores, 9, scale)

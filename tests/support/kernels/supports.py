@@ -11,7 +11,7 @@ from wgpu_lora.ops import sparse_logits
 ROWS, KEPT, COLS, WIDTH, FIRST, COUNT = 67, 5, 37, 10, 74, 61
 
 
-def kept(rng: np.random.Generator) -> np.ndarray:
+def token_ids(rng: np.random.Generator) -> np.ndarray:
     """Ids before, in and behind the chunk, and of no token."""
     ids = np.stack([rng.permutation(FIRST + 2 * COLS)[:KEPT] for _ in range(ROWS)]).astype(np.uint32)
     ids[::4, 0], ids[1::4, 1], ids[2::4, 2] = FIRST, FIRST + COLS - 1, NONE
@@ -23,7 +23,7 @@ def logits(rng: np.random.Generator) -> np.ndarray:
 
 
 def picking(rng: np.random.Generator) -> Arrays:
-    return {"logits": logits(rng), "ids": kept(rng), "count": u32(COUNT), "picked": poison(ROWS, KEPT, value=7.0)}
+    return {"logits": logits(rng), "ids": token_ids(rng), "count": u32(COUNT), "picked": poison(ROWS, KEPT, value=7.0)}
 
 
 def gathering(kind: str) -> None:
@@ -31,15 +31,21 @@ def gathering(kind: str) -> None:
         weights, table = normal(rng, ROWS, KEPT), normal(rng, COLS, WIDTH)
         weights[::5], weights[COUNT:] = 0, np.nan
         stored = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}[kind]
-        held = table.astype(stored).view(np.uint16 if kind == "bf16" else stored)
-        return {"weights": weights, "ids": kept(rng), "count": u32(COUNT), "b": held, "y": normal(rng, ROWS, WIDTH)}
+        operand = table.astype(stored).view(np.uint16 if kind == "bf16" else stored)
+        return {
+            "weights": weights,
+            "ids": token_ids(rng),
+            "count": u32(COUNT),
+            "b": operand,
+            "y": normal(rng, ROWS, WIDTH),
+        }
 
     constants = {"rows": ROWS, "kept": KEPT, "cols": WIDTH, "first": FIRST, "size": COLS, "b_type": kind}
     add(sparse_logits.support_product, make, **constants)
 
 
 def hiding(rng: np.random.Generator) -> Arrays:
-    return {"ids": kept(rng), "count": u32(COUNT), "logits": normal(rng, ROWS, COLS)}
+    return {"ids": token_ids(rng), "count": u32(COUNT), "logits": normal(rng, ROWS, COLS)}
 
 
 add(sparse_logits.pick_logits, picking, rows=ROWS, kept=KEPT, cols=COLS, first=FIRST)

@@ -63,8 +63,8 @@ class Native:
             "data": str(directory / "train.jsonl"), "heldout": str(directory / "heldout.jsonl"),
         }  # fmt: skip
         command = [sys.executable, "-m", "tests.support.web_run", json.dumps(arguments)]
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        self.result: dict[str, Any] = json.loads(done.stdout)
+        process = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        self.result: dict[str, Any] = json.loads(process.stdout)
 
     def file(self, name: str) -> bytes:
         return (self.output / name).read_bytes()
@@ -153,8 +153,8 @@ def test_the_adapter_is_loaded_by_others(trained: Trained, tmp_path: Path) -> No
     assert trained.answers[0] != trained.answers[1]
     model = wgpu_lora.load("demo")
     for adapter, answer in zip((None, tmp_path), trained.answers, strict=True):
-        [made] = wgpu_lora.generate(model, [QUESTION], adapter=adapter, max_new_tokens=16)
-        assert made.strip() == answer.strip()
+        [completion] = wgpu_lora.generate(model, [QUESTION], adapter=adapter, max_new_tokens=16)
+        assert completion.strip() == answer.strip()
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     base = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
     loaded = peft.PeftModel.from_pretrained(base, str(tmp_path))
@@ -237,12 +237,12 @@ def test_tokens_and_labels_are_those_of_the_package(trained: Trained, template: 
                 isinstance(row.get("prompt"), str)]  # fmt: skip
     examples = [row for row in examples if template != "none" or "messages" not in row]
     facts = json.dumps(tokenizer_facts(tokenizer))
-    made = trained.page.evaluate(
+    pairs = trained.page.evaluate(
         "const { Text } = await import('./rows.js'), { Tokenizer } = await import('./vendor/tokenizers.mjs');"
         f"const text = new Text(app.text.tokenizer, {facts});"
         f"return {json.dumps(examples)}.map(row => text.tokenize(row)).map(({{ ids, labels }}) => [ids, labels])"
     )
-    for row, (ids, labels) in zip(examples, made, strict=True):
+    for row, (ids, labels) in zip(examples, pairs, strict=True):
         [expected] = tokenize_example(parse_example(row), tokenizer)
         assert (ids, labels) == expected, row
 
@@ -257,7 +257,7 @@ def test_other_tokenizers(trained: Trained, name: str) -> None:
     """The page gives the ids of the model's own tokenizer, or says that it does not."""
     document = tokenizers.document(name)
     tokenizer = Tokenizer(huggingface.Tokenizer.from_str(json.dumps(document)))
-    made = trained.page.evaluate(
+    tokens = trained.page.evaluate(
         "const { Text } = await import('./rows.js'), { Tokenizer } = await import('./vendor/tokenizers.mjs');"
         f"const facts = {json.dumps(tokenizer_facts(tokenizer))};"
         f"try {{ var text = new Text(new Tokenizer({json.dumps(document)}, facts.config), facts); }}"
@@ -265,9 +265,9 @@ def test_other_tokenizers(trained: Trained, name: str) -> None:
         f"return {json.dumps(TEXTS)}.map(one => text.encode(one));"
     )
     if name in REFUSED:
-        assert made.startswith("The page's tokenizer differs from the model's own at")
+        assert tokens.startswith("The page's tokenizer differs from the model's own at")
     else:
-        assert made == tokenizer.encode_all(TEXTS)
+        assert tokens == tokenizer.encode_all(TEXTS)
 
 
 def test_training_goes_on_without_a_network(site: Path, tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_a_device_is_measured(other: Browser, site: Path, tmp_path: Path) -> Non
     copy = tmp_path / "site"
     shutil.copytree(site, copy)
     model = json.loads((copy / "model.json").read_text())
-    model["bricks"] = [one for one in model["bricks"] if one["kernel"] in ("nf4_matmul", "attention_forward")][:3]
+    model["bricks"] = [brick for brick in model["bricks"] if brick["kernel"] in ("nf4_matmul", "attention_forward")][:3]
     (copy / "model.json").write_text(json.dumps(model))
     with served(copy) as url:
         other.open(f"{url}/measure.html")
