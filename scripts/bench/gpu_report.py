@@ -43,7 +43,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import WrongResults
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.tiling_check import NMSE, cut_verdict
-from wgpu_lora.gpu.tuner import Tuner, skipped
+from wgpu_lora.gpu.tuner import Tuner, is_skipped
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.train.options.training_arguments import TrainingArguments
@@ -169,7 +169,7 @@ def tilings(device: Device, work: Work) -> Iterator[Record]:
     """Every pipeline of training, prefill and decoding; heavy kernels in every tiling, compared on a small call."""
     selection = Selection((work.shape,), tokens=work.tokens, rank=work.rank, candidates=work.candidates)
     pipelines = [
-        call for call in calls(selection, device) if call.default or not skipped(device.capabilities, call.tiling)
+        call for call in calls(selection, device) if call.default or not is_skipped(device.capabilities, call.tiling)
     ]
     predicted = figures(nearest(device, read_predictions()), [call.to_json() for call in pipelines])
     for call, prediction in zip(pipelines, predicted, strict=True):

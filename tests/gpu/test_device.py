@@ -116,7 +116,7 @@ def test_a_buffer_too_large_is_a_user_error(device: Device) -> None:
     before = device.allocated
     with pytest.raises(OutOfDeviceMemory, match=r"could not allocate .* bytes for the logits") as refused:
         device.create_buffer(1 << 60, "the logits")
-    assert (refused.value.what, refused.value.nbytes, refused.value.in_use) == ("the logits", 1 << 60, before)
+    assert (refused.value.name, refused.value.nbytes, refused.value.in_use) == ("the logits", 1 << 60, before)
     assert device.allocated == before
 
 

@@ -144,12 +144,12 @@ def test_stopping_is_heard_between_tokens_and_before_the_prompt(mistral, prompts
     generator = mistral[0]
     results = [Generation(len(prompt)) for prompt in prompts[:2]]
     events = []
-    for event in generator.tokens(prompts[:2], None, results, Sampler(), 9, stopped=lambda: len(events) >= 3):
+    for event in generator.tokens(prompts[:2], None, results, Sampler(), 9, should_stop=lambda: len(events) >= 3):
         events.append(event)
     assert [len(result.token_ids) for result in results] == [2, 2]
     assert {result.stop_reason for result in results} == {"interrupt"}
     (result,) = results = [Generation(len(prompts[0]))]
-    assert not list(generator.tokens(prompts[:1], None, results, Sampler(), 9, stopped=lambda: True))
+    assert not list(generator.tokens(prompts[:1], None, results, Sampler(), 9, should_stop=lambda: True))
     assert (result.token_ids, result.stop_reason) == ([], "interrupt")
     assert generator.generate(prompts[:1], max_new_tokens=3)[0].stop_reason == "length"  # and nothing is left behind
 

@@ -74,7 +74,7 @@ def test_turns_behind_calls(family: str, tmp_path: Path) -> None:
     call = {"hermes": '<tool_call>{"name": "add", "arguments": {"a": 20}}</tool_call>',
             "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 20}}]',
             "llama": '{"name": "add", "parameters": {"a": 20}}'}[family]  # fmt: skip
-    tool_turns = ToolTurns(tools(tmp_path, "add"), tokenizer, most=1)
+    tool_turns = ToolTurns(tools(tmp_path, "add"), tokenizer, max_iterations=1)
     turns: list[dict[str, Any]] = []
     stop = tokenizer.token_id("<|im_end|>")
     assert stop is not None

@@ -276,13 +276,13 @@ def test_shares_follow_speeds_and_are_kept() -> None:
     balance = LoadBalance()
     assert balance.of([0, 1]) == [0.5, 0.5]
     for _ in range(SETTLING - 1):
-        balance.took(0, 100, 1.0)
-        balance.took(1, 100, 3.0)
+        balance.record(0, 100, 1.0)
+        balance.record(1, 100, 3.0)
         assert balance.of([0, 1]) == [0.5, 0.5]
     earlier = balance.of([0, 1])
     assert earlier == pytest.approx([0.75, 0.25])
     for _ in range(SHARE_STEPS - 1):
-        balance.took(0, 100, 10.0)
+        balance.record(0, 100, 10.0)
         assert balance.of([0, 1]) == earlier
     idle = 2 * 100 / 3.0  # it counts as twice as fast as it was
     assert balance.of([0, 1]) == pytest.approx([10 / (10 + idle), idle / (10 + idle)])

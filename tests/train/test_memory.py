@@ -127,7 +127,7 @@ def test_in_training(
     with naming(spelling), pytest.raises(BindingTooLarge) as caught:
         prepare_job(golden_arguments(tmp_path, "qwen2"), load("qwen2", device, "f32")).check_memory()
     error = caught.value
-    assert (error.what, error.limit, error.nbytes > error.limit) == ("linears", 1 << 14, True)
+    assert (error.name, error.limit, error.nbytes > error.limit) == ("linears", 1 << 14, True)
     fact = f"The tensor 'linears' needs {error.nbytes:,} bytes, but one binding of this device holds at most 16,384"
     assert str(error) == f"{fact}: lower {options}."
 
@@ -154,7 +154,7 @@ def test_in_generation(device: Device, monkeypatch: pytest.MonkeyPatch, limit: i
         BindingTooLarge, match=r": use shorter prompts and answers, fewer at a time, or a smaller"
     ) as caught:
         Generator(model, capacity=64, batch=2 if limit == 1 << 12 else 1)
-    assert (caught.value.what, caught.value.limit) == (what, limit)
+    assert (caught.value.name, caught.value.limit) == (what, limit)
     assert device.allocated == before
 
 

@@ -187,7 +187,7 @@ def test_values_that_no_state_can_have(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     """Whatever the state is stored in: bf16 is read as integers."""
-    monkeypatch.setattr(Momentum, "state", (State("momentum"), State("updates", dtype, 2, least=0.0)))
+    monkeypatch.setattr(Momentum, "state", (State("momentum"), State("updates", dtype, 2, minimum=0.0)))
     run = job(tmp_path / "a")
     run.session.allocate()
     optimizer_state = run.session.optimizer.state

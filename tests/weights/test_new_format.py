@@ -88,7 +88,7 @@ class TwinFiles:
 
     title, suffixes = "the twins", (".low",)
 
-    def quantization_config(self, base_format: str, skipped: Sequence[str] = ()) -> dict[str, str]:
+    def quantization_config(self, base_format: str, skip_modules: Sequence[str] = ()) -> dict[str, str]:
         return {"quant_method": base_format}
 
     def base_format(self, quantization_config: Mapping[str, Any]) -> str | None:

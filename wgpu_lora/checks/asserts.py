@@ -55,7 +55,7 @@ class Assertion:
         try:
             if self._test(outcomes):
                 return None
-            values = [shown(outcome()) for outcome in outcomes]
+            values = [short_repr(outcome()) for outcome in outcomes]
         except RaisedError as error:
             return str(error)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -89,7 +89,7 @@ def parse_check(check: Any, where: str = "A row") -> tuple[Assertion, ...]:
     return result
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """A value as text, for messages."""
     try:
         text = repr(value)

@@ -82,7 +82,7 @@ class PassRates:
     def as_dict(self) -> dict[str, Any]:
         """The results without the samples, as JSON."""
         confined = {
-            "filter": self.confinement.refused is None,
+            "filter": self.confinement.filter_error is None,
             "namespaces": list(self.confinement.namespaces),
             "limits": list(self.confinement.limits),
             "not_enforced": self.confinement.unenforced,

@@ -100,10 +100,11 @@ def _print_statistics(statistics: RowStatistics) -> None:
     rows = [_choice(choice) for choice in statistics.others]
     styles = ["bold" if choice == statistics.own else None for choice in statistics.others]
     console().print(table(CHOICES, rows, ["packing"], styles))
-    if statistics.saved is not None:
+    if statistics.packing_savings is not None:
         line(
             "packing",
-            f"saves {statistics.saved:.1%} of the positions of batches at {statistics.own.max_length:,} tokens a row",
+            f"saves {statistics.packing_savings:.1%} of the positions of batches at {statistics.own.max_length:,} "
+            "tokens a row",
         )
     line("this run", ", ".join(f"{name} {value}" for name, value in zip(CHOICES, _choice(statistics.own), strict=True)))
 
@@ -133,7 +134,7 @@ def _facts(statistics: RowStatistics) -> dict[str, Any]:
         "tokens": statistics.total,
         "trained_tokens": statistics.trained,
         "this_run": of(statistics.own),
-        "saved_by_packing": statistics.saved,
+        "saved_by_packing": statistics.packing_savings,
         "choices": [of(choice) for choice in statistics.others],
     }
 

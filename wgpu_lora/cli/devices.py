@@ -151,16 +151,16 @@ def release(
         raise UserError(f"There is no lease '{lease}': 'wgpu-lora share status' lists the leases.")
     for ledger, entry in result:
         if not entry.dead and not entry.holds:
-            raise UserError(f"'{lease}' holds no memory but is waiting: end {entry.who} to remove it from the queue.")
+            raise UserError(f"'{lease}' holds no memory but is waiting: end {entry.owner} to remove it from the queue.")
         if not entry.dead and not force:
             raise UserError(
-                f"'{lease}' belongs to {entry.who}, which is alive: end it, or use --force if it no longer uses "
+                f"'{lease}' belongs to {entry.owner}, which is alive: end it, or use --force if it no longer uses "
                 "the device."
             )
         with ledger.changing() as entries:  # drops the dead
             # A live lease stays listed with 0 bytes: if it were removed, its owner's next renewal would restore it.
             entries[:] = [replace(e, bytes=0) if e.id == entry.id else e for e in entries]
-        line("released", f"{count_noun(entry.bytes, 'byte')} of {entry.who}")
+        line("released", f"{count_noun(entry.bytes, 'byte')} of {entry.owner}")
     if not result:
         line("released", "nothing: all processes are alive")
 

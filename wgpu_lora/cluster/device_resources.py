@@ -148,7 +148,7 @@ def _leases(ledger: Ledger) -> tuple[int, list[str], bool]:
         entries = [entry for entry in ledger.read() if entry.is_of_this_host and entry.holds and not entry.dead]
     except UserError as error:
         return 0, [str(error)], False
-    leases = [f"{format_bytes(entry.bytes)} by {entry.who}" for entry in entries]
+    leases = [f"{format_bytes(entry.bytes)} by {entry.owner}" for entry in entries]
     return sum(entry.bytes for entry in entries), leases, True
 
 

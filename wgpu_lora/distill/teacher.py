@@ -74,7 +74,7 @@ class Forward:
         self.values, self.ids = make("largest logits", tokens, k), make("tokens", tokens, k, dtype="u32")
         self.state = make("softmax state", tokens, 4)
         self.candidates = make("drawn tokens", tokens, candidates, dtype="u32") if candidates else None
-        self.picked = make("logits of drawn tokens", tokens, candidates) if candidates else None
+        self.candidate_logits = make("logits of drawn tokens", tokens, candidates) if candidates else None
         self.program = Program(model.device, f"{name} {tokens}")
         rec = Recorder(self.program, compute_dtype=compute_dtype)
         hidden = model.decoder.hidden(rec, self.inputs, adapters.bind(self.inputs) if adapters else {})
@@ -85,7 +85,7 @@ class Forward:
         cols, count = head.in_features, targets.count
         rescale, rows_of = rec.temp((rows,), name="rescale"), rec.temp((rows, cols), name="picked")
         rec.dispatch(gather_rows, hidden, targets.rows, rows_of, rows=rows, cols=cols)
-        other = rec.temp((rows, k), name="largest logits"), rec.temp((rows, k), "u32", name="tokens")
+        scratch = rec.temp((rows, k), name="largest logits"), rec.temp((rows, k), "u32", name="tokens")
         rounded, scale, kind = head_operand(rec, rows_of, cols, keep=True)
         chunks = list(head.chunks(max(128, CHUNK_BYTES // (4 * rows) // 128 * 128)))
         for chunk_index, (first, part) in zip(reversed(range(len(chunks))), chunks, strict=True):
@@ -93,12 +93,18 @@ class Forward:
             logits = rec.temp((rows, width), name="logits")
             head_logits(rec.dispatch, rounded, head, part, logits, count, scale, kind)
             result = self.values, self.ids
-            before, after = (other, result) if chunk_index % 2 == 0 else (result, other)
+            before, after = (scratch, result) if chunk_index % 2 == 0 else (result, scratch)
             shape = {"rows": rows, "cols": width, "first": first}
             rec.dispatch(top_k, logits, count, *before, *after, k=k, **shape)
-            if self.candidates and self.picked:
+            if self.candidates and self.candidate_logits:
                 rec.dispatch(
-                    pick_logits, logits, self.candidates, count, self.picked, kept=self.candidates.shape[1], **shape
+                    pick_logits,
+                    logits,
+                    self.candidates,
+                    count,
+                    self.candidate_logits,
+                    kept=self.candidates.shape[1],
+                    **shape,
                 )
             rec.dispatch(softmax_chunk, logits, targets.ids, count, self.state, rescale, **shape)
 
@@ -167,8 +173,8 @@ class Teacher(ForwardPasses[Forward]):
             raise NotFiniteError(f"A logit of the teacher {self.name} is not finite: its weights are damaged.")
         order = np.argsort(-values, axis=1, kind="stable")  # they are sorted by id, so ties stay in that order
         best = np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
-        if forward.picked:
-            random_support = self._random_support(ids, candidates[:n], self._read(forward.picked, n))
+        if forward.candidate_logits:
+            random_support = self._random_support(ids, candidates[:n], self._read(forward.candidate_logits, n))
             best = np.hstack([best[0], random_support[0]]), np.hstack([best[1], random_support[1]])
         correction = tail_correction(self.vocab_size, self.selection.top_k, self.selection.random)
         support = TopKLogits(best[0], best[1], lse, self.selection.top_k, np.full(n, correction, np.float32))

@@ -85,7 +85,7 @@ class Header:
         return id_bits(self.vocab_size)
 
     @property
-    def finished(self) -> int:
+    def finished_rows(self) -> int:
         """Rows in finished shards."""
         return sum(shard.rows for shard in self.shards)
 
@@ -121,7 +121,7 @@ def read_header(directory: Path) -> Header:
         sizes = (header.vocab_size, header.length, header.top_k, header.rows, header.positions)
         sound = min(sizes) > 0 and header.random >= 0 and header.tokens <= header.vocab_size <= 1 << 25
         sound = sound and type(header.options.get("seed")) is int
-        if not sound or header.logits not in LOGITS or header.finished > header.rows:
+        if not sound or header.logits not in LOGITS or header.finished_rows > header.rows:
             raise ValueError("its sizes contradict each other")
         if any(Path(shard.file).name != shard.file or shard.rows < 1 for shard in header.shards):
             raise ValueError("it names files outside of it, or empty ones")
@@ -216,9 +216,9 @@ class TeacherCache:
         """
         path = Path(path)
         header = read_header(path)
-        if header.finished < header.rows:
+        if header.finished_rows < header.rows:
             raise UserError(
-                f"The teacher cache {path} is not finished, since it has {header.finished:,} of "
+                f"The teacher cache {path} is not finished, since it has {header.finished_rows:,} of "
                 f"{count_noun(header.rows, 'row')}: run teacher-cache again with the same options, which continues it."
             )
         table = RowTable.read(path, header)
@@ -297,9 +297,9 @@ class TeacherCache:
         digests = np.array([row_digest(row) for row in prepared.rows], np.uint64)
         places = np.minimum(np.searchsorted(table.index, index), header.rows - 1)
         present = table.index[places] == index
-        other = int(np.count_nonzero(present & (table.digests[places] != digests)))
-        if other:
-            raise self._differing(prepared, other)
+        mismatches = int(np.count_nonzero(present & (table.digests[places] != digests)))
+        if mismatches:
+            raise self._differing(prepared, mismatches)
         missing = len(index) - int(np.count_nonzero(present))
         if missing:
             raise UserError(
@@ -319,8 +319,8 @@ class TeacherCache:
                 f"{prepared.max_length:,}: use {setting('max_length', header.length)}, or {AGAIN}."
             )
         name = f"{header.data.get('path')!s:.200}"
-        other = f"other data, {name} (SHA-256 {digest[:12]}, not {prepared.digest[:12]})"
-        description = f"other trained tokens of {name}" if prepared.digest == digest else other
+        source = f"other data, {name} (SHA-256 {digest[:12]}, not {prepared.digest[:12]})"
+        description = f"other trained tokens of {name}" if prepared.digest == digest else source
         return UserError(
             f"{cache} was made of {description}, so that {count_noun(rows, 'row')} of {len(prepared.rows):,} "
             f"{'differs' if rows == 1 else 'differ'}: use the data and options that it was made with, or {AGAIN}."

@@ -95,7 +95,7 @@ def write_cache(
             teacher.use(arena)
             slot = 0 if adapters else None
             for rows in plan.shards[len(shards) :]:
-                before = header.finished
+                before = header.finished_rows
 
                 def watch(count: int, before: int = before) -> None:
                     events.evaluating(Evaluating(before + count, len(plan.rows)))
@@ -251,9 +251,9 @@ def plan_cache(
 def _shards(rows: Sequence[Row]) -> list[list[Row]]:
     shards: list[list[Row]] = [[]]
     positions = 0
-    least = max(SHARD_POSITIONS, sum(row.trained_tokens for row in rows) // MOST_SHARDS)
+    minimum = max(SHARD_POSITIONS, sum(row.trained_tokens for row in rows) // MOST_SHARDS)
     for row in rows:
-        if positions >= least:
+        if positions >= minimum:
             shards.append([])
             positions = 0
         shards[-1].append(row)
@@ -300,9 +300,9 @@ def _compare(output: Path, header: Header, expected: Header) -> None:
     before = {**header.options, "length": header.length, "top_k": header.top_k, "random": header.random}
     for name in ["top_k", "random", "length", *options]:
         if before.get(name) != current[name]:
-            began, now = (_option_text(name, values.get(name)) for values in (before, current))
+            previous, now = (_option_text(name, values.get(name)) for values in (before, current))
             raise UserError(
-                f"{output} was begun with {began}, not {now}: give the same options to continue it, or another "
+                f"{output} was begun with {previous}, not {now}: give the same options to continue it, or another "
                 f"{flag('output')}."
             )
     facts = {
@@ -316,9 +316,10 @@ def _compare(output: Path, header: Header, expected: Header) -> None:
     }
     for label, (old, new) in facts.items():
         if old != new:
-            other = f"SHA-256 {old!s:.12}, not {new!s:.12}" if isinstance(new, str) else f"{old!s:.12}, not {new}"
+            difference = f"SHA-256 {old!s:.12}, not {new!s:.12}" if isinstance(new, str) else f"{old!s:.12}, not {new}"
             raise UserError(
-                f"{output} was begun with {label} ({other}): give the same to continue it, or another {flag('output')}."
+                f"{output} was begun with {label} ({difference}): give the same to continue it, or another "
+                f"{flag('output')}."
             )
 
 

@@ -129,8 +129,8 @@ def _shuffled(x: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
     left, right = x >> shift, x & mask
     for key in keys:
         left, right = right, left ^ (_mixed(right ^ key) & mask)
-    joined: np.ndarray = left << shift | right
-    return joined
+    result: np.ndarray = left << shift | right
+    return result
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:

@@ -46,13 +46,13 @@ class MergedModel:
     def __init__(self, model: Path, adapter: Path | None = None):
         files = read_model(model)
         self.config, self.tokenizer = replace(files.config, packed=None), files.tokenizer
-        stored = files.checkpoint
-        self.beside = SourceDirectory(stored)
-        self._checkpoint = DecodedCheckpoint(stored) if isinstance(stored, PackedCheckpoint) else stored
+        source = files.checkpoint
+        self.beside = SourceDirectory(source)
+        self._checkpoint = DecodedCheckpoint(source) if isinstance(source, PackedCheckpoint) else source
         self._deltas = scaled_factors(adapter, self.config, model) if adapter else {}
         self.shapes = self.config.parameter_shapes()
         # Vectors in float32 beside matrices that are not.
-        dtypes = {name: stored.dtype(name) for name in self.shapes}
+        dtypes = {name: source.dtype(name) for name in self.shapes}
         mixed = dtypes[self.config.EMBEDDING] != "F32"
         vectors = (name for name, item in self.config.parameters.items() if item.kind == VECTOR)
         self.wide = {name for name in vectors if mixed and dtypes[name] == "F32"}
@@ -135,11 +135,11 @@ def merge_adapter(
     counter, other_specs = count(1), merged.beside.specs()
     model_names = {merged.beside.stored_name(name): name for name in merged.shapes}
 
-    def pieces(stored: str) -> Iterator[np.ndarray]:
-        if stored in other_specs:
-            yield from merged.beside.pieces(stored)
+    def pieces(tensor: str) -> Iterator[np.ndarray]:
+        if tensor in other_specs:
+            yield from merged.beside.pieces(tensor)
             return
-        name = model_names[stored]
+        name = model_names[tensor]
         for values in merged.pieces(name):
             kind, numpy_type = kinds[name]
             if kind == "F16" and np.abs(values).max(initial=0) > F16_MAX:
@@ -154,7 +154,7 @@ def merge_adapter(
         copy_companions(model, directory)
         if is_gguf(model):
             write_companions(model, merged.tokenizer, directory)
-        specs = {stored: TensorSpec(kinds[name][0], merged.shapes[name]) for stored, name in model_names.items()}
+        specs = {tensor: TensorSpec(kinds[name][0], merged.shapes[name]) for tensor, name in model_names.items()}
         write_shards(directory, specs | other_specs, pieces, max_shard_bytes)
         update_config(directory, TORCH[dtype], quantization_config=None)
         (directory / CARD).write_text(card_of_merged(name or str(model), adapter, dtype), encoding="utf-8")

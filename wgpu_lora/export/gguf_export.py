@@ -107,10 +107,10 @@ def export_models(
 
     form, names, tensors = config.gguf(), gguf_names(config), Tensors()
     for parameter, shape in merged.shapes.items():
-        stored, targets = file_shape(shape), [GGMLQuantizationType.F32] * len(outputs)
+        dims, targets = file_shape(shape), [GGMLQuantizationType.F32] * len(outputs)
         if config.parameters[parameter].kind != VECTOR:
-            targets = [tensor_type(config, kind, names[parameter], stored) for kind in outputs]
-        tensors[names[parameter]] = (stored, targets, partial(packed, parameter, targets))
+            targets = [tensor_type(config, kind, names[parameter], dims) for kind in outputs]
+        tensors[names[parameter]] = (dims, targets, partial(packed, parameter, targets))
     for tensor, values in form.tensors(config).items():
         whole = [values] * len(outputs)
         tensors[tensor] = (values.shape, [GGMLQuantizationType.F32] * len(outputs), partial(iter, [whole]))
@@ -169,7 +169,7 @@ class FileType:
     """A quantisation of GGUF files: its number in the metadata, and the type of most matrices."""
 
     number: LlamaFileType
-    most: GGMLQuantizationType
+    base_type: GGMLQuantizationType
 
 
 FILE_TYPES = {
@@ -191,19 +191,19 @@ def tensor_type(config: ModelConfig, kind: str, name: str, shape: tuple[int, ...
     """The type of the tensor with this GGUF name. kind: one of FILE_TYPES. Vectors are always F32."""
     if len(shape) == 1:
         return Q.F32
-    most = FILE_TYPES[kind].most
-    return most if most == Q.F16 else _for_rows(_tensor_type(config, kind, most, name), shape[1])
+    base_type = FILE_TYPES[kind].base_type
+    return base_type if base_type == Q.F16 else _for_rows(_tensor_type(config, kind, base_type, name), shape[1])
 
 
-def _tensor_type(config: ModelConfig, kind: str, most: GGMLQuantizationType, name: str) -> GGMLQuantizationType:
+def _tensor_type(config: ModelConfig, kind: str, base_type: GGMLQuantizationType, name: str) -> GGMLQuantizationType:
     if name == "output.weight" or (name == "token_embd.weight" and config.tie_word_embeddings):
-        return Q.Q8_0 if most == Q.Q8_0 else Q.Q6_K
+        return Q.Q8_0 if base_type == Q.Q8_0 else Q.Q6_K
     if kind not in ("q4_k_m", "q5_k_m") or not name.startswith("blk."):
-        return most
+        return base_type
     _, layer, module, _ = name.split(".")
     if module in ("attn_v", "attn_qkv", "ffn_down") and _gets_finer_type(int(layer), config.num_hidden_layers):
         return Q.Q6_K
-    return Q.Q5_K if module == "attn_v" and most == Q.Q4_K and config.gguf().widens_values(config) else most
+    return Q.Q5_K if module == "attn_v" and base_type == Q.Q4_K and config.gguf().widens_values(config) else base_type
 
 
 def _gets_finer_type(layer: int, layers: int) -> bool:

@@ -58,8 +58,10 @@ def read_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, model: Pat
     files = tokenizer.files()
     document = json.loads(files["tokenizer.json"])
     splitting = splitting_of(document, where)
-    bpe, added = document["model"], {token["id"]: token for token in document.get("added_tokens") or []}
-    texts = {id: text for text, id in bpe["vocab"].items()} | {id: token["content"] for id, token in added.items()}
+    bpe, added_tokens = document["model"], {token["id"]: token for token in document.get("added_tokens") or []}
+    texts = {id: text for text, id in bpe["vocab"].items()} | {
+        id: token["content"] for id, token in added_tokens.items()
+    }
     if max(texts, default=-1) >= config.vocab_size:
         raise UserError(
             f"{where} has token ids up to {max(texts):,}, but the model's embedding has {config.vocab_size:,} rows: "
@@ -69,7 +71,7 @@ def read_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, model: Pat
     result = Vocabulary(splitting, [], [], notes=list(splitting.notes))
     for id in range(config.vocab_size):
         text = texts.get(id, f"[PAD{id}]")
-        kind = _kind(id, text, added, splitting, unknown) if id in texts else TokenType.UNUSED
+        kind = _kind(id, text, added_tokens, splitting, unknown) if id in texts else TokenType.UNUSED
         # llama.cpp matches these tokens in the text, which has spaces.
         result.tokens.append(text.replace("▁", " ") if kind == TokenType.USER_DEFINED else text)
         result.kinds.append(int(kind))
@@ -79,7 +81,7 @@ def read_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, model: Pat
     else:
         _check_bytes(bpe["vocab"], where)
         result.scores = _scores(result.tokens, pairs)
-    trimming = [token["content"] for token in added.values() if token.get("lstrip") or token.get("rstrip")]
+    trimming = [token["content"] for token in added_tokens.values() if token.get("lstrip") or token.get("rstrip")]
     if trimming:
         result.notes.append(f"llama.cpp keeps spaces next to {', '.join(trimming[:3])}, which this tokenizer removes.")
     result.templates = {
@@ -91,16 +93,16 @@ def read_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, model: Pat
     return result
 
 
-def _kind(id: int, text: str, added: dict[int, Any], splitting: Splitting, unknown: int | None) -> TokenType:
+def _kind(id: int, text: str, added_tokens: dict[int, Any], splitting: Splitting, unknown: int | None) -> TokenType:
     if splitting.model == "llama":
         if id == unknown:
             return TokenType.UNKNOWN
         if _BYTE.fullmatch(text):
             return TokenType.BYTE
-    if id not in added:
+    if id not in added_tokens:
         return TokenType.NORMAL
     # Not all models declare their markers as special; llama.cpp's converter does not rely on it either.
-    if added[id].get("special") or (text.startswith("<|") and text.endswith("|>")):
+    if added_tokens[id].get("special") or (text.startswith("<|") and text.endswith("|>")):
         return TokenType.CONTROL
     return TokenType.USER_DEFINED
 
@@ -142,11 +144,11 @@ def _describe(vocabulary: Vocabulary, tokenizer: Tokenizer, unknown: int | None)
         vocabulary.special["eot"] = ends.pop(0)
     elif eos is not None and vocabulary.tokens[eos] in template:
         vocabulary.special["eot"] = eos
-    more = [id for id in ends if vocabulary.tokens[id] not in KNOWN_ENDS]
-    if more:
-        vocabulary.special["eom"] = more.pop(0)
-    if more:
-        texts = ", ".join(vocabulary.tokens[id] for id in more)
+    other_ends = [id for id in ends if vocabulary.tokens[id] not in KNOWN_ENDS]
+    if other_ends:
+        vocabulary.special["eom"] = other_ends.pop(0)
+    if other_ends:
+        texts = ", ".join(vocabulary.tokens[id] for id in other_ends)
         vocabulary.notes.append(f"llama.cpp does not stop at {texts}: pass them as stop strings.")
 
 

@@ -36,12 +36,12 @@ class SourceDirectory:
 
     def specs(self) -> dict[str, TensorSpec]:
         """The tensors of other parts, by their names in files."""
-        entries = self._checkpoint.skipped if self._checkpoint else {}
+        entries = self._checkpoint.skipped_tensors if self._checkpoint else {}
         return {name: TensorSpec(entry.dtype, entry.shape) for name, entry in entries.items()}
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:
         assert self._checkpoint
-        yield read_bytes(self._checkpoint.skipped[name])
+        yield read_bytes(self._checkpoint.skipped_tensors[name])
 
     def modules(self) -> tuple[str, ...]:
         """Beginnings of the paths of their modules, as transformers may name them."""

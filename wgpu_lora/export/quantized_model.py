@@ -63,8 +63,10 @@ def write_packed(
         if is_gguf(model.path):
             write_companions(model.path, model.tokenizer, directory)
         _write_weights(model, checkpoint, form, directory, max_shard_bytes, events, instead or {})
-        skipped = (*model.config.kept_modules(), *SourceDirectory(checkpoint).modules())
-        update_config(directory, quantization_config=dict(form.quantization_config(model.decoder.base_dtype, skipped)))
+        skip_modules = (*model.config.kept_modules(), *SourceDirectory(checkpoint).modules())
+        update_config(
+            directory, quantization_config=dict(form.quantization_config(model.decoder.base_dtype, skip_modules))
+        )
 
 
 def _write_weights(
@@ -95,12 +97,12 @@ def _write_weights(
     for name in model.config.parameter_shapes():
         if name in packed:
             for part, values in of(name).items():
-                stored = beside.stored_name(part)
-                specs[stored], owner[stored] = TensorSpec(SAFETENSORS[values.dtype], values.shape), name
-                part_of[stored] = part
+                stored_name = beside.stored_name(part)
+                specs[stored_name], owner[stored_name] = TensorSpec(SAFETENSORS[values.dtype], values.shape), name
+                part_of[stored_name] = part
         elif name in checkpoint.names():
-            stored = beside.stored_name(name)
-            specs[stored], owner[stored] = TensorSpec(checkpoint.dtype(name), checkpoint.shape(name)), name
+            stored_name = beside.stored_name(name)
+            specs[stored_name], owner[stored_name] = TensorSpec(checkpoint.dtype(name), checkpoint.shape(name)), name
     last = {name: tensor for tensor, name in owner.items()}
     counter, other_specs = count(1), beside.specs()
 

@@ -14,22 +14,22 @@ class TensorNames:
     """The names of a model that may be part of a larger one, such as one that also sees images.
 
     renamed: (beginning in files, beginning in the model), where these differ. Files may have either.
-    skipped: beginnings of the names of the other parts' tensors.
+    skipped_prefixes: beginnings of the names of the other parts' tensors.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
-    skipped: tuple[str, ...] = ()
+    skipped_prefixes: tuple[str, ...] = ()
 
-    def is_skipped(self, stored: str) -> bool:
+    def is_skipped(self, name: str) -> bool:
         """Whether a tensor, by its name in a file, is of another part."""
-        return stored.startswith(self.skipped)
+        return name.startswith(self.skipped_prefixes)
 
-    def model_name(self, stored: str) -> str:
+    def model_name(self, name: str) -> str:
         """The model's name of a tensor in a file."""
         for stored_prefix, prefix in self.renamed:
-            if stored.startswith(stored_prefix):
-                return prefix + stored[len(stored_prefix) :]
-        return stored
+            if name.startswith(stored_prefix):
+                return prefix + name[len(stored_prefix) :]
+        return name
 
 
 def parts_of(names: Iterable[str]) -> tuple[str, ...]:
@@ -39,9 +39,9 @@ def parts_of(names: Iterable[str]) -> tuple[str, ...]:
 
 def note_of_skipped(names: Iterable[str]) -> str:
     """A sentence for the user about the tensors of other parts."""
-    skipped = tuple(names)
-    parts = join_words(parts_of(skipped))
-    return f"only the text part of this model is used: {len(skipped):,} tensors of {parts} are skipped"
+    tensors = tuple(names)
+    parts = join_words(parts_of(tensors))
+    return f"only the text part of this model is used: {len(tensors):,} tensors of {parts} are skipped"
 
 
 TOKENIZER = re.compile(

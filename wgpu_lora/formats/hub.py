@@ -69,8 +69,8 @@ def base_name(model: str) -> str:
 
 def hub_id(model: str) -> str | None:
     """`model` if it can only be a hub id of the form 'owner/name', else None."""
-    here = model.startswith(".") or is_gguf(Path(model)) or Path(model).exists()
-    return model if model.count("/") == 1 and _HUB_ID.fullmatch(model) and not here else None
+    is_local = model.startswith(".") or is_gguf(Path(model)) or Path(model).exists()
+    return model if model.count("/") == 1 and _HUB_ID.fullmatch(model) and not is_local else None
 
 
 def is_gguf(path: Path) -> bool:

@@ -131,8 +131,8 @@ def in_order(module: str) -> list[tuple[int, str]]:
 def _pair(module: str, factors: dict[str, np.ndarray], config: AdapterConfig, path: Path) -> tuple[np.ndarray, ...]:
     pair = factors.keys() & {"A", "B"}
     if len(pair) < 2:
-        only = f"lora_{next(iter(pair))}" if pair else "lora_magnitude_vector"
-        raise UserError(f"{path} holds only {only} of {module}: save the adapter again.")
+        tensor = f"lora_{next(iter(pair))}" if pair else "lora_magnitude_vector"
+        raise UserError(f"{path} holds only {tensor} of {module}: save the adapter again.")
     if ("M" in factors) != config.use_dora:
         raise UserError(
             f"{path} has {'a' if 'M' in factors else 'no'} lora_magnitude_vector of {module}, but use_dora in {CONFIG} "

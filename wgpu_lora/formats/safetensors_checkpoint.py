@@ -54,7 +54,8 @@ class WeightSource(Protocol):
 class Checkpoint:
     """The safetensors shards of a model directory.
 
-    skipped: the tensors of other parts of a larger model, by their names in the files (`naming.skipped`).
+    skipped_tensors: the tensors of other parts of a larger model, by their names in the files
+        (`naming.skipped_prefixes`).
 
     Raises:
         UserError: the directory, its index or a shard is missing or damaged.
@@ -67,21 +68,21 @@ class Checkpoint:
         # The order of precedence is that of transformers.
         if (self.directory / SINGLE).exists():
             self.shards = [self.directory / SINGLE]
-            stored = read_header(self.shards[0])
+            entries = read_header(self.shards[0])
         else:
-            self.shards, stored = _read_index(self.directory)
-        self.skipped = {name: entry for name, entry in stored.items() if naming.is_skipped(name)}
+            self.shards, entries = _read_index(self.directory)
+        self.skipped_tensors = {name: entry for name, entry in entries.items() if naming.is_skipped(name)}
         self._entries: dict[str, TensorEntry] = {}
         self._renamed: dict[str, str] = {}  # beginning in the model -> in the files
-        for name in (name for name in stored if name not in self.skipped):
+        for name in (name for name in entries if name not in self.skipped_tensors):
             model_name = naming.model_name(name)
             if model_name in self._entries:
                 raise UserError(
                     f"{self.directory} holds {model_name} under two names: download or copy the model again."
                 )
-            self._entries[model_name] = stored[name]
+            self._entries[model_name] = entries[name]
         for stored_prefix, prefix in naming.renamed:
-            if any(name.startswith(stored_prefix) for name in stored):
+            if any(name.startswith(stored_prefix) for name in entries):
                 self._renamed[prefix] = stored_prefix
 
     def names(self) -> list[str]:

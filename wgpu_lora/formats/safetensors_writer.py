@@ -50,7 +50,7 @@ def write_shards(
         ValueError: the pieces do not add up to the tensor's size.
         OSError: a file cannot be written.
     """
-    shards = _planned(tensors, max_shard_bytes)
+    shards = _shard_names(tensors, max_shard_bytes)
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     for file, shard in zip(names, shards, strict=True):
@@ -61,15 +61,15 @@ def write_shards(
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _planned(tensors: Mapping[str, TensorSpec], limit: int) -> list[list[str]]:
+def _shard_names(tensors: Mapping[str, TensorSpec], limit: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
-    used = 0
+    size = 0
     for name, spec in tensors.items():
-        if shards[-1] and used + spec.nbytes > limit:
+        if shards[-1] and size + spec.nbytes > limit:
             shards.append([])
-            used = 0
+            size = 0
         shards[-1].append(name)
-        used += spec.nbytes
+        size += spec.nbytes
     return shards
 
 

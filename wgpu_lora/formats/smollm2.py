@@ -68,15 +68,15 @@ def _check_cached(path: Path) -> None:
     """Raises UserError if the file has changed since it was downloaded: its weights may be wrong without a sign."""
     try:
         about = path.stat()
-        same = _digest(path, about.st_size, about.st_mtime_ns) == GGUF_SHA256
+        is_intact = _digest(path, about.st_size, about.st_mtime_ns) == GGUF_SHA256
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): restore its permissions, or remove it.") from None
-    if not same:
+    if not is_intact:
         raise UserError(f"{path} is damaged: remove it, and the next run downloads it again.")
 
 
 @cache
-def _digest(path: Path, size: int, changed: int) -> str:
+def _digest(path: Path, size: int, mtime_ns: int) -> str:
     """A file's SHA-256, computed once per process while its size and time stay."""
     return file_digest(path)
 

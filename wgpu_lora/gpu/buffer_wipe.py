@@ -52,12 +52,12 @@ class Wiper:
 
     def __init__(self, device: Device) -> None:
         self.device, self.report = device, WipeReport()
-        self._dropped_before = 0  # bytes
+        self._leaked_before = 0  # bytes
         self._earlier_buffers: WeakSet[Any] = WeakSet()  # buffers from before `with`, such as other models'
 
     def __enter__(self) -> Wiper:
         gc.collect()  # what others have dropped before is not of this run
-        self._dropped_before = self._dropped()
+        self._leaked_before = self._leaked_bytes()
         self._earlier_buffers = WeakSet(self.device.live)
         self.device.before_free = lambda buffer: self._wipe([buffer])
         return self
@@ -76,11 +76,11 @@ class Wiper:
         buffers = [buffer for buffer in live if id(buffer) in keep_ids]
         self.report.kept_buffers, self.report.kept_bytes = len(buffers), sum(buffer.size for buffer in buffers)
         self._wipe([buffer for buffer in live if id(buffer) not in keep_ids])
-        if (dropped := self._dropped() - self._dropped_before) > 0:
-            self.report.not_wiped.append(f"{dropped:,} bytes of buffers that were dropped without being freed")
+        if (leaked := self._leaked_bytes() - self._leaked_before) > 0:
+            self.report.not_wiped.append(f"{leaked:,} bytes of buffers that were dropped without being freed")
         return self.report
 
-    def _dropped(self) -> int:
+    def _leaked_bytes(self) -> int:
         """Bytes of buffers that Python has collected but that were not freed."""
         live = sum(int(buffer.size) for buffer in self.device.live)
         return self.device.allocated + self.device.host_allocated - live

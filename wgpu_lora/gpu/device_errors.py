@@ -24,29 +24,29 @@ class DeviceError(NoRoomError):
         super().__init__(f"{fact}.")
         self.fact, self.advised = fact, False
 
-    def advise(self, what: str) -> None:
+    def advise(self, advice: str) -> None:
         """Adds advice to the message, unless a caller closer to the cause already has."""
         if not self.advised:
-            super().__init__(f"{self.fact}: {what}.")
+            super().__init__(f"{self.fact}: {advice}.")
             self.advised = True
 
 
 class OutOfDeviceMemory(DeviceError):
     """A buffer of `nbytes` bytes could not be allocated while this process was using `in_use` bytes."""
 
-    def __init__(self, what: str, nbytes: int, in_use: int):
-        super().__init__(f"The device could not allocate {nbytes:,} bytes for {what} ({in_use:,} bytes are in use)")
-        self.what, self.nbytes, self.in_use = what, nbytes, in_use
+    def __init__(self, name: str, nbytes: int, in_use: int):
+        super().__init__(f"The device could not allocate {nbytes:,} bytes for {name} ({in_use:,} bytes are in use)")
+        self.name, self.nbytes, self.in_use = name, nbytes, in_use
 
 
 class BindingTooLarge(DeviceError):
     """A tensor of `nbytes` bytes exceeds `limit`, the largest binding or buffer of the device."""
 
-    def __init__(self, what: str, nbytes: int, limit: int):
+    def __init__(self, name: str, nbytes: int, limit: int):
         super().__init__(
-            f"The tensor '{what}' needs {nbytes:,} bytes, but one binding of this device holds at most {limit:,}"
+            f"The tensor '{name}' needs {nbytes:,} bytes, but one binding of this device holds at most {limit:,}"
         )
-        self.what, self.nbytes, self.limit = what, nbytes, limit
+        self.name, self.nbytes, self.limit = name, nbytes, limit
 
 
 class GridTooLarge(DeviceError):

@@ -75,7 +75,7 @@ def _check(program: Runnable, index: int, verdicts: Verdicts) -> None:
     kernel = step.kernel
     tilings = step.tilings(device.capabilities)
     before = read_tensors(device, step.present, step.tensors)
-    for tiling in [step.tiling, *(other for other in tilings if other != step.tiling)]:
+    for tiling in [step.tiling, *(candidate for candidate in tilings if candidate != step.tiling)]:
         verdict = verdicts.of(step, tiling)
         if verdict and not verdict.right:
             continue
@@ -109,13 +109,13 @@ def _worst(kernel: Kernel, constants: Constants, before: Arrays, after: Arrays) 
     largest = max(map(_largest, (*inputs, *(want for _, want, _ in outputs))), default=0.0)
     if not any(_shows(want, before[name]) for name, (_, want, _) in zip(names, outputs, strict=False)):
         return None  # without a reference, there are no outputs
-    for got, want, _ in outputs:
-        got = got[: want.size]
+    for output, want, _ in outputs:
+        output = output[: want.size]
         finite = want[np.isfinite(want)].astype(np.float64)
-        if got.dtype == np.float64 and 0 < _rms(finite) < SMALLEST:
+        if output.dtype == np.float64 and 0 < _rms(finite) < SMALLEST:
             return None
-        error, limit = nmse(got, want), CODES if got.dtype.kind == "u" else NMSE
-        if limit < error < np.inf and _rms(got.astype(np.float64) - want) < ROUNDED * largest:
+        error, limit = nmse(output, want), CODES if output.dtype.kind == "u" else NMSE
+        if limit < error < np.inf and _rms(output.astype(np.float64) - want) < ROUNDED * largest:
             return None
         result.append((error, limit))
     return max(result, key=lambda pair: np.nan_to_num(pair[0], nan=np.inf) / pair[1])
@@ -190,18 +190,18 @@ def differences(kernel: Kernel, constants: Constants, before: Arrays, after: Arr
     if len(results) != len(outputs):
         raise TypeError(f"the reference of {kernel.name} returns {len(results)} arrays, but its outputs are {outputs}")
     for name, want in zip(outputs, results, strict=True):
-        got, values = as_float64(after[name]).reshape(-1), np.asarray(want).reshape(-1)
-        in_part = got.size < whole[name].size
-        if got.dtype == np.uint32:  # packed codes
-            got, values = _nibbles(got), _nibbles(values)
-        yield got, values, in_part
+        output, values = as_float64(after[name]).reshape(-1), np.asarray(want).reshape(-1)
+        in_part = output.size < whole[name].size
+        if output.dtype == np.uint32:  # packed codes
+            output, values = _nibbles(output), _nibbles(values)
+        yield output, values, in_part
 
 
 def errors(kernel: Kernel, constants: Constants, before: Arrays, after: Arrays) -> Iterator[tuple[float, bool]]:
     """(normalised mean squared error, whether it is of a part) of each output. NaN: there is nothing to compare
     with, since no value of the reference is finite."""
-    for got, want, in_part in differences(kernel, constants, before, after):
-        yield nmse(got, want) if np.isfinite(want).any() or not want.size else float("nan"), in_part
+    for output, want, in_part in differences(kernel, constants, before, after):
+        yield nmse(output, want) if np.isfinite(want).any() or not want.size else float("nan"), in_part
 
 
 def _nibbles(words: np.ndarray) -> np.ndarray:

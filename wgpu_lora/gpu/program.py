@@ -83,12 +83,12 @@ class Program:
 
     def prune(self) -> None:
         """Drops dispatches whose outputs are never read, such as the last product of a recomputed block."""
-        used: set[Storage] = set()
+        live: set[Storage] = set()
         dispatches = []
         for step in reversed(self.dispatches):
             outputs = [t for t, n in zip(step.tensors, step.present, strict=True) if n in step.kernel.outputs]
-            if any(not t.storage.temporary or t.storage in used for t in outputs):
-                used.update(t.storage for t in step.tensors)
+            if any(not t.storage.temporary or t.storage in live for t in outputs):
+                live.update(t.storage for t in step.tensors)
                 dispatches.append(step)
         self.dispatches = dispatches[::-1]
 
@@ -223,16 +223,16 @@ class Program:
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
     def _calibrate(self) -> list[int]:
-        splits, spent = [], 0.0
+        splits, total = [], 0.0
         for start, stop in self._pieces(0, len(self._replay)):
             begin = time.perf_counter()
             self.submit(start, stop)
             self.device.wait()
-            took = time.perf_counter() - begin
-            if spent + took > SUBMIT_SECONDS and start:
+            elapsed = time.perf_counter() - begin
+            if total + elapsed > SUBMIT_SECONDS and start:
                 splits.append(start)
-                spent = 0.0
-            spent += took
+                total = 0.0
+            total += elapsed
         return [*splits, len(self._replay)]
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:

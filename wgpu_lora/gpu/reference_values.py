@@ -30,17 +30,17 @@ def is_expensive(products: float, arrays: Arrays, *sizes: int) -> bool:
     return products > PRODUCTS or max((*sizes, *(array.size for array in arrays.values())), default=0) > VALUES
 
 
-def evenly_spaced(count: int, most: int) -> np.ndarray:
-    """At most `most` values of range(count), evenly spread, including both ends."""
-    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))
+def evenly_spaced(count: int, maximum: int) -> np.ndarray:
+    """At most `maximum` values of range(count), evenly spread, including both ends."""
+    return np.unique(np.linspace(0, count - 1, min(count, maximum)).round().astype(np.int64))
 
 
-def select_rows(arrays: Arrays, names: str, count: int, picked: np.ndarray) -> Arrays:
-    """The arrays, with those in `names`, which have `count` rows, cut to the picked rows."""
-    selection = {n: a.reshape(count, -1)[picked] for n, a in arrays.items() if n in names.split()}
+def select_rows(arrays: Arrays, names: str, count: int, rows: np.ndarray) -> Arrays:
+    """The arrays, with those in `names`, which have `count` rows, cut to these rows."""
+    selection = {n: a.reshape(count, -1)[rows] for n, a in arrays.items() if n in names.split()}
     selection = {n: a.reshape(-1) if arrays[n].ndim == 1 else a for n, a in selection.items()}
     if "count" in arrays:  # the number of rows in use
-        selection["count"] = np.array([np.count_nonzero(picked < arrays["count"].reshape(-1)[0])], np.uint32)
+        selection["count"] = np.array([np.count_nonzero(rows < arrays["count"].reshape(-1)[0])], np.uint32)
     return {**arrays, **selection}
 
 
@@ -51,9 +51,9 @@ def select_blocks(names: str, block: int) -> TakePart:
         count = c.get("blocks") or c["size"] // block
         if count <= PAGE_BLOCKS:  # however small the arrays are, since these kernels have up to five in float64 each
             return None
-        picked = evenly_spaced(count, PAGE_BLOCKS)
-        smaller: dict[str, Any] = {"blocks": picked.size, "size": picked.size * block}
-        return select_rows(arrays, names, count, picked), {**c, **{n: v for n, v in smaller.items() if n in c}}
+        blocks = evenly_spaced(count, PAGE_BLOCKS)
+        smaller: dict[str, Any] = {"blocks": blocks.size, "size": blocks.size * block}
+        return select_rows(arrays, names, count, blocks), {**c, **{n: v for n, v in smaller.items() if n in c}}
 
     return take
 
@@ -74,11 +74,11 @@ def random_values(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarr
     return values.astype(np.float16) if dtype == "f16" else values
 
 
-def nmse(got: np.ndarray, want: np.ndarray) -> float:
-    """Mean squared error divided by the mean square, where `want` is finite; infinite if `got` is not finite there."""
+def nmse(values: np.ndarray, want: np.ndarray) -> float:
+    """Mean squared error divided by the mean square, where `want` is finite; infinite if `values` is not there."""
     finite = np.isfinite(want)
-    got, want = got[finite].astype(np.float64), want[finite].astype(np.float64)
-    if not np.isfinite(got).all():
+    values, want = values[finite].astype(np.float64), want[finite].astype(np.float64)
+    if not np.isfinite(values).all():
         return float("inf")
-    error, scale = float(((got - want) ** 2).sum()), float((want**2).sum())
+    error, scale = float(((values - want) ** 2).sum()), float((want**2).sum())
     return error / scale if scale else (float("inf") if error else 0.0)

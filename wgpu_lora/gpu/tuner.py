@@ -29,7 +29,7 @@ def tuning_enabled(requested: bool) -> bool:
     return requested and not os.environ.get("WGPU_LORA_NO_TUNE")
 
 
-def skipped(capabilities: Capabilities, tiling: Tiling) -> bool:
+def is_skipped(capabilities: Capabilities, tiling: Tiling) -> bool:
     """Whether a tiling is not worth a trial: `plain` on a CPU with subgroups, always slower, and slow to compile."""
     return tiling.family == PLAIN and bool(capabilities.subgroup_size) and capabilities.software
 
@@ -115,7 +115,7 @@ class Tuner:
 
     def _tilings(self, call: Dispatch) -> list[Tiling]:
         """Those worth timing."""
-        return [tiling for tiling in self._usable(call) if not skipped(self.device.capabilities, tiling)]
+        return [tiling for tiling in self._usable(call) if not is_skipped(self.device.capabilities, tiling)]
 
     def _calls(self, programs: Iterable[Program]) -> tuple[dict[str, Dispatch], dict[str, float]]:
         """One dispatch per key, the heaviest first, and the multiply-adds of all dispatches of each key."""
@@ -138,13 +138,13 @@ class Tuner:
     ) -> dict[str, Trial]:
         """The calls to time, the heaviest first."""
         finished_keys = set() if self.retune else set(entries)
-        finished_keys |= set() if self.thorough else self.file.skipped(digests.values())
+        finished_keys |= set() if self.thorough else self.file.skipped_keys(digests.values())
         remaining = {key: (call, self._tilings(call)) for key, call in calls.items() if key not in finished_keys}
         return {key: Trial(call, tilings, work[key]) for key, (call, tilings) in remaining.items() if len(tilings) > 1}
 
     def _estimate(self, trials: dict[str, Trial], entries: dict[str, TuningEntry]) -> Tuning:
         timed = [(entry.took, len(entry.seconds)) for entry in entries.values() if entry.took]
-        average = sum(took for took, _ in timed) / max(1, sum(count for _, count in timed)) if timed else None
+        average = sum(elapsed for elapsed, _ in timed) / max(1, sum(count for _, count in timed)) if timed else None
         return Tuning(len(trials), sum(len(trial.tilings) for trial in trials.values()), self.seconds, average)
 
     def _time(self, trials: list[Trial], tuning: Tuning, begin: float, events: Events) -> None:
@@ -152,10 +152,10 @@ class Tuner:
         seconds per tiling so far."""
         while trials:
             tuning.seconds = time.perf_counter() - begin
-            trial = next((candidate for candidate in trials if not candidate.tried), None)
-            tried = [candidate for candidate in trials if candidate.tried]
-            if not trial or (tried and tuning.seconds + tuning.longest > tuning.limit / 2):
-                trial = max(tried, key=lambda candidate: candidate.urgency)
+            trial = next((candidate for candidate in trials if not candidate.attempts), None)
+            candidates = [candidate for candidate in trials if candidate.attempts]
+            if not trial or (candidates and tuning.seconds + tuning.longest > tuning.limit / 2):
+                trial = max(candidates, key=lambda candidate: candidate.urgency)
             if tuning.seconds + tuning.longest >= tuning.limit:
                 return
             tuning.kernel = trial.call.kernel.name
@@ -170,8 +170,8 @@ class Tuner:
                 trials.remove(trial)
 
     def _try_next(self, trial: Trial) -> None:
-        call, tiling, begin = trial.call, trial.tilings[trial.tried], time.perf_counter()
-        trial.tried += 1
+        call, tiling, begin = trial.call, trial.tilings[trial.attempts], time.perf_counter()
+        trial.attempts += 1
         if self._verdict(call, tiling).right:
             trial.timed.append((self._seconds(call, tiling), tiling))
             if trial.promising:  # not because the default was timed at a busy moment
@@ -179,19 +179,19 @@ class Tuner:
                 trial.timed[0] = min(first[0], self._seconds(call, first[1])), first[1]
         elif trial.is_over and trial.all_wrong:
             self._find_right(trial)
-        trial.took += time.perf_counter() - begin
+        trial.elapsed += time.perf_counter() - begin
 
     def _find_right(self, trial: Trial) -> None:
         """Takes the first right tiling, untimed, of a call of which those that were tried are wrong. One that is not
         worth timing is better than none, and whether programs are checked later is up to the user."""
-        call, tried = trial.call, trial.tilings[: trial.tried]
+        call, tilings = trial.call, trial.tilings[: trial.attempts]
         for tiling in self._usable(call):
-            if tiling not in tried:
-                tried.append(tiling)
+            if tiling not in tilings:
+                tilings.append(tiling)
                 if self._verdict(call, tiling).right:
                     trial.untimed = tiling
                     return
-        raise WrongResults(verdicts_of(self.device).tell(tried[-1], self._verdict(call, tried[-1])))
+        raise WrongResults(verdicts_of(self.device).tell(tilings[-1], self._verdict(call, tilings[-1])))
 
     def _seconds(self, call: Dispatch, tiling: Tiling) -> float:
         single = single_call(self.device, call, call.constants, tiling)
@@ -214,28 +214,28 @@ GAIN = 0.03  # a tiling replaces the default if it is faster by more than this s
 @dataclass
 class Trial:
     """Attributes:
-    tilings: the default first. tried: how many of them, in order.
+    tilings: the default first. attempts: how many of them, in order.
     work: multiply-adds of all calls of the programs that the choice is for.
-    timed: (seconds, tiling) of those that are right. took: seconds that this needed.
+    timed: (seconds, tiling) of those that are right. elapsed: seconds that this needed.
     untimed: the first right one, where all that were timed are wrong.
     """
 
     call: Dispatch
     tilings: list[Tiling]
     work: float
-    tried: int = 0
+    attempts: int = 0
     timed: list[tuple[float, Tiling]] = field(default_factory=list)
-    took: float = 0.0
+    elapsed: float = 0.0
     untimed: Tiling | None = None
 
     @property
     def is_over(self) -> bool:
-        return self.tried == len(self.tilings)
+        return self.attempts == len(self.tilings)
 
     @property
     def all_wrong(self) -> bool:
         """Whether those that were tried are wrong, and no other is known to be right."""
-        return self.tried > 0 and not self.timed and self.untimed is None
+        return self.attempts > 0 and not self.timed and self.untimed is None
 
     @property
     def compared(self) -> bool:
@@ -246,7 +246,7 @@ class Trial:
         """The time of the calls in the programs, in seconds per tiling that was tried; infinite if all were wrong."""
         if not self.timed:
             return math.inf
-        return self.timed[0][0] * self.work / tuning_of(self.call).work(self.call.constants) / self.tried
+        return self.timed[0][0] * self.work / tuning_of(self.call).work(self.call.constants) / self.attempts
 
     @property
     def promising(self) -> bool:
@@ -262,4 +262,4 @@ class Trial:
         best = min(timed, key=lambda pair: pair[0])
         if timed[0][1] == self.tilings[0] and best[0] > (1 - GAIN) * timed[0][0]:
             best = timed[0]
-        return TuningEntry(name, digest, best[1], tuple(timed), self.took)
+        return TuningEntry(name, digest, best[1], tuple(timed), self.elapsed)

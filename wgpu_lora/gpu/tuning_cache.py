@@ -57,10 +57,10 @@ class TuningEntry:
         timed = tuple((float(seconds), Tiling.from_json(tiling)) for seconds, tiling in value["seconds"])
         if not all(isinstance(value[name], str) for name in ("kernel", "digest")):
             raise ValueError("'kernel' and 'digest' must be strings")
-        took = float(value["took"])
-        if not all(math.isfinite(seconds) for seconds in (took, *(seconds for seconds, _ in timed))):
+        elapsed = float(value["took"])
+        if not all(math.isfinite(seconds) for seconds in (elapsed, *(seconds for seconds, _ in timed))):
             raise ValueError("times must be finite")
-        return cls(value["kernel"], value["digest"], Tiling.from_json(value["tiling"]), timed, took)
+        return cls(value["kernel"], value["digest"], Tiling.from_json(value["tiling"]), timed, elapsed)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class ChoiceFile:
         """All verdicts by key, of earlier shaders too."""
         return self._section("verdicts", Verdict.from_json)
 
-    def skipped(self, digests: Collection[str]) -> set[str]:
+    def skipped_keys(self, digests: Collection[str]) -> set[str]:
         """The keys of sizes that time ran out for, of these shaders."""
         return {key for key, digest in self._section("skipped", str).items() if digest in digests}
 

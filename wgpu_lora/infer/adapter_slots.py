@@ -23,7 +23,7 @@ class _Adapter:
     matrices: Matrices
     number: int
     requests: int = 0  # unfinished
-    running: int = 0
+    running_requests: int = 0
     slot: int | None = None
     leaving: bool = False
 
@@ -94,13 +94,13 @@ class AdapterSlots:
                 f"The adapter '{name}' has DoRA's magnitudes, for which slots have no room: start with DoRA."
             )
         if self.in_memory is not None and len(self._adapters) >= self.in_memory:
-            unused = [other for other, adapter in self._adapters.items() if not adapter.requests]
-            if not unused:
+            idle = [key for key, adapter in self._adapters.items() if not adapter.requests]
+            if not idle:
                 raise NoRoomError(
                     f"The adapter '{name}' has no place: all of {count_noun(self.in_memory, 'adapter')} in memory "
                     "have requests: wait until one has none, or start with more."
                 )
-            self._drop(unused[0])
+            self._drop(idle[0])
         self._adapters[name] = _Adapter(spec, matrices, next(self._loads))
         self._adapters.move_to_end(name, last=False)  # it has not been used yet
 
@@ -128,7 +128,11 @@ class AdapterSlots:
         adapter = self._adapters[name]
         if adapter.slot is None:
             if not self._free:
-                idle = [other for other in self._adapters.values() if other.slot is not None and not other.running]
+                idle = [
+                    candidate
+                    for candidate in self._adapters.values()
+                    if candidate.slot is not None and not candidate.running_requests
+                ]
                 if not idle:
                     return None
                 slot, idle[0].slot = idle[0].slot, None
@@ -136,15 +140,15 @@ class AdapterSlots:
                 self._free.append(slot)
             adapter.slot = self._free.pop()
             self._write(adapter.slot, adapter)
-        adapter.running += 1
+        adapter.running_requests += 1
         self._adapters.move_to_end(name)
         return adapter.slot
 
-    def release(self, name: str, ran: bool) -> None:
+    def release(self, name: str, was_running: bool) -> None:
         """One request less, which did or did not run."""
         adapter = self._adapters[name]
         adapter.requests -= 1
-        adapter.running -= ran
+        adapter.running_requests -= was_running
         if adapter.leaving and not adapter.requests:
             self._drop(name)
 
@@ -194,4 +198,4 @@ class FixedSlots:
     def acquire(self, name: str) -> int | None:
         return int(name)
 
-    def release(self, name: str, ran: bool) -> None: ...
+    def release(self, name: str, was_running: bool) -> None: ...

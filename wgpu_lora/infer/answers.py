@@ -166,14 +166,14 @@ def replies(
     slots: Sequence[int | None],
     settings: GenerationOptions,
     streamed: bool = True,
-    stopped: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
     samplers: Sequence[Sampler] | None = None,
 ) -> Iterator[tuple[int, str]]:
     """Generate replies to a batch of prompts, yielding (prompt's number, piece of text) after every token.
 
     Args:
         streamed: if false, and there is no stop string, the pieces are empty.
-        stopped: see Generator.tokens.
+        should_stop: see Generator.tokens.
         samplers: of each prompt, instead of the settings' for all.
     """
     assert len(ids) <= generator.batch
@@ -187,7 +187,7 @@ def replies(
         samplers or settings.sampler,
         settings.max_new_tokens,
         stop_ids,
-        stopped=stopped,
+        should_stop=should_stop,
     )
     for number, token in tokens:
         yield number, answers[number].push(token) if read else ""
@@ -241,7 +241,7 @@ class StreamedAnswer:
         self.generation = Generation(prompt_tokens)
         self._tokenizer, self._stop, self.stop_ids = tokenizer, stop, tokenizer.stop_ids
         self._decoder = StreamDecoder(tokenizer)
-        self._shown, self._pending, self._cut = "", "", False
+        self._output, self._pending, self._cut = "", "", False
 
     def push(self, token: int) -> str:
         """Add a token; returns the text that is certain now. A stop string ends the generation."""
@@ -259,13 +259,13 @@ class StreamedAnswer:
         keep = 0 if last else max((overlap(self._pending, stop) for stop in self._stop), default=0)
         end = min(places) if places else len(self._pending) - keep
         text, self._pending = self._pending[:end], self._pending[end:]
-        self._shown += text
+        self._output += text
         return text
 
     @property
     def text(self) -> str:
         """The whole text, without the stop string."""
-        return self._shown if self._cut else self._tokenizer.decode(self.generation.token_ids)
+        return self._output if self._cut else self._tokenizer.decode(self.generation.token_ids)
 
 
 def overlap(text: str, stop: str) -> int:

@@ -25,12 +25,12 @@ class BlockPool:
         self._users = [0] * count
         self._keys: dict[int, Key] = {}
         self._blocks: dict[Key, int] = {}
-        self._unused: OrderedDict[int, None] = OrderedDict()  # with a key and without a user, the oldest first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # with a key and without a user, the oldest first
 
     @property
     def available(self) -> int:
         """How many blocks `take` can give."""
-        return len(self._free) + len(self._unused)
+        return len(self._free) + len(self._evictable)
 
     def cached(self, keys: Sequence[Key]) -> list[int]:
         """The blocks of the longest beginning of `keys` that the cache has, now used once more."""
@@ -40,7 +40,7 @@ class BlockPool:
             if block is None:
                 break
             self._users[block] += 1
-            self._unused.pop(block, None)
+            self._evictable.pop(block, None)
             blocks.append(block)
         return blocks
 
@@ -52,7 +52,7 @@ class BlockPool:
             if self._free:
                 block = self._free.pop()
             else:
-                block, _ = self._unused.popitem(last=False)
+                block, _ = self._evictable.popitem(last=False)
                 del self._blocks[self._keys.pop(block)]
             self._users[block] = 1
             result.append(block)
@@ -70,7 +70,7 @@ class BlockPool:
             if self._users[block]:
                 continue
             if block in self._keys:
-                self._unused[block] = None
+                self._evictable[block] = None
             else:
                 self._free.append(block)
 

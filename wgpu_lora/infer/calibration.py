@@ -68,8 +68,8 @@ def input_moments(
         completed = 0
         for together in pack(lengths, range(len(rows)), tokens):
             inputs.upload(device, [Segment(rows[i].input_ids, None, None) for i in together])
-            used = sum(lengths[i] for i in together)
-            device.write(count.storage.buffer, np.array([used], np.uint32))
+            size = sum(lengths[i] for i in together)
+            device.write(count.storage.buffer, np.array([size], np.uint32))
             program.run()
             completed += len(together)
             events.evaluating(Evaluating(completed, len(rows)))

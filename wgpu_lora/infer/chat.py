@@ -77,51 +77,51 @@ class Chat:
     @property
     def prompt_format(self) -> str | None:
         """How messages are worded: as the settings say, or as the selected adapters were trained."""
-        selected = [directory for name, directory in self.adapters.items() if name in self.lanes]
-        return self.settings.prompt_format or trained_prompt_format(selected)
+        directories = [directory for name, directory in self.adapters.items() if name in self.lanes]
+        return self.settings.prompt_format or trained_prompt_format(directories)
 
     # -- a turn ----------------------------------------------------------------------------------------------------
 
-    def ask(self, text: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[tuple[str, str]]:
+    def ask(self, text: str, should_stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[str, str]]:
         """Send a message to all selected adapters, yielding (name, piece of an answer); then store the turn.
 
         Args:
-            stopped: called after every token; if true, the answer ends there.
+            should_stop: called after every token; if true, the answer ends there.
 
         Raises:
             UserError: the message is too long, or the model cannot be used; the turn is then not stored.
         """
         self._attempt = 0
-        yield from self._ask(text, stopped)
+        yield from self._ask(text, should_stop)
 
-    def retry(self, stopped: Callable[[], bool] = lambda: False) -> Iterator[tuple[str, str]]:
+    def retry(self, should_stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[str, str]]:
         """Send the last message again, with other random draws."""
         before = {name: lane.copy_for(name) for name, lane in self.lanes.items()}
         text = self.undo()
         self._attempt += 1
         try:
-            yield from self._ask(text, stopped)
+            yield from self._ask(text, should_stop)
         except BaseException:
             self.lanes = before
             raise
         if not self.remembered:
             self.lanes = before
 
-    def _ask(self, text: str, stopped: Callable[[], bool]) -> Iterator[tuple[str, str]]:
+    def _ask(self, text: str, should_stop: Callable[[], bool]) -> Iterator[tuple[str, str]]:
         generator = self.open()
         names = list(self.lanes)
         worded = replace(self.settings, prompt_format=self.prompt_format)
-        shown = [lane.prompt(self.tokenizer, text, worded, self.capacity) for lane in self.lanes.values()]
-        ids = [prompt for prompt, _ in shown]
+        prompts = [lane.prompt(self.tokenizer, text, worded, self.capacity) for lane in self.lanes.values()]
+        ids = [prompt for prompt, _ in prompts]
         result = [StreamedAnswer(self.tokenizer, len(prompt), tuple(self.settings.stop)) for prompt in ids]
         order = list(self.adapters)
         slots = [None if name == BASE else order.index(name) for name in names]
         settings = replace(self.settings, seed=self.settings.seed + self._attempt)
-        for number, piece in replies(generator, result, ids, slots, settings, stopped=stopped):
+        for number, piece in replies(generator, result, ids, slots, settings, should_stop=should_stop):
             if piece:
                 yield names[number], piece
         self.replies = dict(zip(names, result, strict=True))
-        self.left_out = {name: count for name, (_, count) in zip(names, shown, strict=True) if count}
+        self.left_out = {name: count for name, (_, count) in zip(names, prompts, strict=True) if count}
         if self.remembered:
             for name, reply in self.replies.items():
                 self.lanes[name].add(text, reply.text)
@@ -267,8 +267,8 @@ class ChatHistory:
         first, left_out = self.first, 0
         while True:
             conversation = [*self.messages[first:], {"role": "user", "content": text}]
-            shown: Any = conversation if templated else text
-            ids = chat_prompt(tokenizer, shown, settings.system, settings.prompt_format, **settings.template_kwargs)
+            content: Any = conversation if templated else text
+            ids = chat_prompt(tokenizer, content, settings.system, settings.prompt_format, **settings.template_kwargs)
             turns = [i for i, m in enumerate(self.messages) if m["role"] == "user" and i >= first]
             if len(ids) + room <= capacity or not turns or not templated:
                 break
@@ -286,9 +286,9 @@ class ChatHistory:
 def rows_of(lanes: Iterable[ChatHistory], system: str | None, templated: bool) -> list[dict[str, Any]]:
     """Rows to train on: a conversation per lane or, without a chat template, a prompt and completion per turn."""
     rows: list[dict[str, Any]] = []
-    every = [lane for lane in lanes if lane.messages]
-    for lane in every:
-        adapter_field = {"adapter": lane.name} if len(every) > 1 else {}
+    histories = [lane for lane in lanes if lane.messages]
+    for lane in histories:
+        adapter_field = {"adapter": lane.name} if len(histories) > 1 else {}
         if templated:
             before = [{"role": "system", "content": system}] if system is not None else []
             rows.append({"messages": [*before, *lane.messages], **adapter_field})

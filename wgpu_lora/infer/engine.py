@@ -75,7 +75,7 @@ class Engine:
         adapters: on the device, instead of adapters that are loaded by name.
         buckets: rows of the prefill programs, ascending.
         temperature: of log-probabilities.
-        planned: only record the programs; whoever allocates `storages` then calls `place`.
+        plan_only: only record the programs; whoever allocates `storages` then calls `place`.
 
     Raises:
         UserError: a size is not possible, or the device has no room.
@@ -98,7 +98,7 @@ class Engine:
         adapters: AdapterSet | None = None,
         buckets: Sequence[int] = BUCKETS,
         temperature: float = 1.0,
-        planned: bool = False,
+        plan_only: bool = False,
         events: Events = SILENT,
     ):
         limit = model.config.max_position_embeddings
@@ -129,9 +129,9 @@ class Engine:
         self.step_seconds: float | None = None  # None if a program was compiled in it
         self.arena, self._claim, self._built = Arena(self.device), ExitStack(), set[Program]()
         self._owned: set[Storage] = set()
-        most = max_num_seqs * cdiv(length, BLOCK)
-        blocks = most if cache_tokens is None else cdiv(cache_tokens, BLOCK)
-        if planned:
+        max_blocks = max_num_seqs * cdiv(length, BLOCK)
+        blocks = max_blocks if cache_tokens is None else cdiv(cache_tokens, BLOCK)
+        if plan_only:
             self._record(EngineLimits(max_num_seqs, length, blocks, fitting, cache_dtype, temperature))
             return
         while True:
@@ -269,9 +269,9 @@ class Engine:
         return bool(self._waiting or self._running)
 
     def stats(self) -> EngineStats:
-        used = 1 - self._pool.available / self._pool.count
+        usage = 1 - self._pool.available / self._pool.count
         counts = self._prompt_tokens, self._cached_tokens, self._generated_tokens
-        return EngineStats(len(self._running), len(self._waiting), used, *counts)
+        return EngineStats(len(self._running), len(self._waiting), usage, *counts)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -337,13 +337,13 @@ class Engine:
             self._cached_tokens += request.cached_tokens
 
     def _end(self, sequence: _Sequence) -> None:
-        ran = sequence.place >= 0
-        (self._running if ran else self._waiting).remove(sequence)
-        if ran:
+        was_running = sequence.place >= 0
+        (self._running if was_running else self._waiting).remove(sequence)
+        if was_running:
             self._places.append(sequence.place)
         self._pool.release(sequence.blocks)
         if sequence.request.adapter is not None:
-            self.slots.release(sequence.request.adapter, ran)
+            self.slots.release(sequence.request.adapter, was_running)
 
     def _pieces(self) -> list[tuple[_Sequence, int]]:
         """Sequences with the ends of the pieces of their prompts in the next prefill step."""
@@ -386,7 +386,7 @@ class Engine:
             slots=np.repeat([s.slot for s in order], sizes),
             blocks=[s.blocks[: cdiv(ends[s], BLOCK)] for s in order],
             lengths=np.repeat([s.prompt.size for s in order], sizes),
-            picked=np.array([last[s] for s in ready], np.int64),
+            logits_indices=np.array([last[s] for s in ready], np.int64),
             first=first,
         )
         step = self._prefill_step(rows.ids.size)
@@ -411,7 +411,7 @@ class Engine:
             slots=np.array([s.slot for s in order]),
             blocks=[s.blocks[: cdiv(size, BLOCK)] for s, size in zip(order, lengths.tolist(), strict=True)],
             lengths=lengths,
-            picked=np.arange(len(order)),
+            logits_indices=np.arange(len(order)),
         )
         self._run_step(self.programs.decode[self._bucket(len(order))], rows)
 
@@ -449,10 +449,10 @@ class Engine:
         for i, (sequence, token) in enumerate(zip(sequences, tokens.tolist(), strict=True)):
             request = sequence.request
             if token == NO_TOKEN:
-                what = f"of the adapter '{request.adapter}'" if request.adapter is not None else "of the model"
+                owner = f"of the adapter '{request.adapter}'" if request.adapter is not None else "of the model"
                 request.error = (
                     "The model's logits are not finite, or a grammar allows no token: the weights "
-                    f"{what} may be damaged."
+                    f"{owner} may be damaged."
                 )
                 request.finish_reason = "error"
                 self._end(sequence)
@@ -477,9 +477,9 @@ class Engine:
                 self.device.write(state.masks.storage.buffer, words, words.nbytes * i)
                 masked[i] = 1
             if request.sampling.edits_logits:
-                tokens, factors, less = request.sampling.edits(request.prompt, request.token_ids)
+                tokens, factors, differences = request.sampling.edits(request.prompt, request.token_ids)
                 index = (i * state.vocab + tokens).astype(np.uint32)
-                edits.append(np.stack([index, factors.view(np.uint32), less.view(np.uint32), 0 * index], axis=1))
+                edits.append(np.stack([index, factors.view(np.uint32), differences.view(np.uint32), 0 * index], axis=1))
         write(self.device, state.masked, masked)
         self.device.write(state.params.storage.buffer, params.view(np.uint32))
         self._run(head.logits if edits else head.choose)
@@ -504,7 +504,7 @@ class Engine:
             width = tensor.shape[1]
             return device.read(tensor.storage.buffer, 4 * rows * width).view(dtype).reshape(rows, width)
 
-        top, total, picked, spread = values(state.softmax, "f4").astype(np.float64).T
+        top, total, target_logits, spread = values(state.softmax, "f4").astype(np.float64).T
         rate = 1 / self.programs.limits.temperature
         sizes, entropies = rate * top + np.log(total), np.log(total) - spread / total
         best, ids = values(state.top[head.last], "f4"), values(state.top_ids[head.last], "u4")
@@ -512,7 +512,7 @@ class Engine:
         for i in range(rows):
             order = np.argsort(-best[i], kind="stable")
             pairs = [(int(ids[i, j]), float(rate * best[i, j] - sizes[i])) for j in order]
-            logprob = float(rate * picked[i] - sizes[i])
+            logprob = float(rate * target_logits[i] - sizes[i])
             result.append(TokenLogprobs(int(targets[i]), logprob, pairs, float(entropies[i])))
         return result
 

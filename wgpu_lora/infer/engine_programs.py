@@ -69,7 +69,7 @@ class StepRows:
     slots: of each row, -1 for the base model alone, which comes last.
     blocks: of each sequence in the order of the rows, the cache's blocks with its tokens up to the last of the step.
     lengths: of each row, tokens of its sequence so far, those of later steps of a prompt included.
-    picked: [k], the rows whose hidden states are kept as the rows first, first + 1, ... of the head.
+    logits_indices: [k], the rows whose hidden states are kept as the rows first, first + 1, ... of the head.
     """
 
     ids: np.ndarray
@@ -78,7 +78,7 @@ class StepRows:
     slots: np.ndarray
     blocks: Sequence[Sequence[int]]
     lengths: np.ndarray
-    picked: np.ndarray
+    logits_indices: np.ndarray
     first: int = 0
 
 
@@ -121,8 +121,8 @@ class EngineState:
         if nbytes > max_binding:
             raise BindingTooLarge(f"{name} of {BLOCK * self.limits.blocks:,} tokens", nbytes, max_binding)
         if self.scores.nbytes > max_binding:
-            what = f"scores of {count_noun(self.limits.sequences, 'sequence')}"
-            raise BindingTooLarge(what, self.scores.nbytes, max_binding)
+            label = f"scores of {count_noun(self.limits.sequences, 'sequence')}"
+            raise BindingTooLarge(label, self.scores.nbytes, max_binding)
 
     def storages(self) -> set[Storage]:
         own = (value for value in vars(self).values() if isinstance(value, Tensor | tuple))
@@ -152,7 +152,7 @@ class Step:
 
         self.inputs = StepInputs.declare(config.row_inputs(), tokens, slots, state.tables)
         sequences = state.limits.sequences
-        self.cache_rows, self.picked = indices("cache rows", tokens), indices("picked", sequences)
+        self.cache_rows, self.logits_indices = indices("cache rows", tokens), indices("picked", sequences)
         self.newest = indices("newest", sequences) if not state.cache.shares_prefixes else None
         self.program = Program(device, f"{kind} of {tokens} rows", decoding)
         recorder = Recorder(self.program, shared_tensors=shared_tensors)
@@ -161,11 +161,11 @@ class Step:
         )
         hidden = decoder.hidden(recorder, self.inputs, adapters.bind(self.inputs) if adapters else {}, caches)
         cols = config.hidden_size
-        self.program.dispatch(gather_rows, hidden, self.picked, state.hidden, rows=sequences, cols=cols)
+        self.program.dispatch(gather_rows, hidden, self.logits_indices, state.hidden, rows=sequences, cols=cols)
 
     def storages(self) -> set[Storage]:
         """All storage that `upload` fills."""
-        indices = (self.cache_rows, self.picked, *([self.newest] if self.newest else []))
+        indices = (self.cache_rows, self.logits_indices, *([self.newest] if self.newest else []))
         return self.inputs.placed() | {tensor.storage for tensor in indices}
 
     def upload(self, rows: StepRows) -> None:
@@ -188,9 +188,9 @@ class Step:
             assert slot_rows[-1] - slot_rows[0] == slot_rows.size - 1, "tokens are not ordered by slot"
             slot_ranges[slot] = slot_rows[0], slot_rows[-1] + 1
         write(device, inputs.slot_ranges, slot_ranges)
-        picked = np.full(self.state.limits.sequences, NOWHERE, np.int64)
-        picked[rows.first : rows.first + rows.picked.size] = rows.picked
-        write(device, self.picked, picked)
+        indices = np.full(self.state.limits.sequences, NOWHERE, np.int64)
+        indices[rows.first : rows.first + rows.logits_indices.size] = rows.logits_indices
+        write(device, self.logits_indices, indices)
         if self.newest:
             newest = np.full(self.state.limits.sequences, NOWHERE, np.int64)
             newest[rows.sequences] = np.arange(size)  # the last one of each sequence wins
@@ -211,26 +211,28 @@ class Head:
         self.sample = Program(device, f"choice of {rows} tokens")
         self.logprobs = Program(device, f"log-probabilities of {rows} rows")
 
-        def some(tensor: Tensor) -> Tensor:
+        def first_rows(tensor: Tensor) -> Tensor:
             return tensor.rows(0, rows)
 
-        scores, top_size = some(state.scores), state.top[0].shape[1]
+        scores, top_size = first_rows(state.scores), state.top[0].shape[1]
         for number, ((first, part), whole) in enumerate(zip(decoder.head.chunks(), state.logits, strict=True)):
-            logits = some(whole)
+            logits = first_rows(whole)
             shape: dict[str, Any] = {"rows": rows, "cols": part.rows, "first": first}
             for program in (self.logits, self.choose):
-                head_logits(program.dispatch, some(state.hidden), decoder.head, part, logits)
-                masks = some(state.masked), some(state.masks)
+                head_logits(program.dispatch, first_rows(state.hidden), decoder.head, part, logits)
+                masks = first_rows(state.masked), first_rows(state.masks)
                 program.dispatch(mask_logits, logits, *masks, scores, vocab=state.vocab, **shape)
             new, old = number % 2, (number + 1) % 2
             largest = (state.top[old], state.top_ids[old], state.top[new], state.top_ids[new])
-            self.logprobs.dispatch(top_k, logits, state.count, *map(some, largest), k=top_size, **shape)
-            of_softmax = (some(state.targets), state.count, some(state.softmax), some(state.rescale))
+            self.logprobs.dispatch(top_k, logits, state.count, *map(first_rows, largest), k=top_size, **shape)
+            of_softmax = (first_rows(state.targets), state.count, first_rows(state.softmax), first_rows(state.rescale))
             rate = 1 / state.limits.temperature
             self.logprobs.dispatch(softmax_chunk, logits, *of_softmax, **shape, rate=rate, entropy=True)
         self.last = (len(state.logits) - 1) % 2  # which of the state's `top` has the result
         for program in (self.choose, self.sample):
-            program.dispatch(sample_tokens, scores, some(state.params), some(state.ids), rows=rows, cols=state.vocab)
+            program.dispatch(
+                sample_tokens, scores, first_rows(state.params), first_rows(state.ids), rows=rows, cols=state.vocab
+            )
 
     def programs(self) -> tuple[Program, ...]:
         return self.logits, self.sample, self.choose, self.logprobs
@@ -248,8 +250,10 @@ class Programs:
     def __init__(self, device: Device, decoder: Decoder, adapters: AdapterSet | None, limits: EngineLimits):
         self.limits, self.state = limits, EngineState(decoder, limits)
         self.state.check(device.max_binding)
-        shared_tensors, most = SharedTensors(device), limits.sequences * limits.tokens
-        buckets = [size for size, before in zip(limits.buckets, (0, *limits.buckets), strict=False) if before < most]
+        shared_tensors, max_tokens = SharedTensors(device), limits.sequences * limits.tokens
+        buckets = [
+            size for size, before in zip(limits.buckets, (0, *limits.buckets), strict=False) if before < max_tokens
+        ]
 
         def step(size: int, decoding: bool) -> Step:
             return Step(device, decoder, adapters, self.state, size, shared_tensors, decoding)

@@ -116,14 +116,14 @@ class Generator:
         sampler: Sampler | Sequence[Sampler],
         max_new_tokens: int,
         stop_ids: Collection[int] = (),
-        stopped: Callable[[], bool] = lambda: False,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, int]]:
         """Like `generate`, but yields (prompt's number, token id) as soon as a token is sampled.
 
         Args:
             sampler: of all prompts, or one for each.
             results: one per prompt, filled in here. The caller can end a sequence by setting its stop reason.
-            stopped: called between steps; if true, all sequences end.
+            should_stop: called between steps; if true, all sequences end.
         """
         engine, stop = self.engine, frozenset(stop_ids)
         samplers = [sampler] * len(prompts) if isinstance(sampler, Sampler) else sampler
@@ -131,7 +131,7 @@ class Generator:
         numbers = {id(request): number for number, request in enumerate(requests)}
         timed = np.zeros((2, 2))  # tokens and seconds of prefill and decoding
         try:
-            while engine.busy and not stopped():
+            while engine.busy and not should_stop():
                 for self._row, output in enumerate(engine.step()):
                     number = numbers[id(output.request)]
                     result, reason = results[number], output.request.finish_reason
@@ -172,8 +172,8 @@ class Generator:
             try:
                 self.engine.add(request, f"Prompt {len(requests) + 1}")
             except UserError:
-                for other in requests:
-                    self.engine.abort(other)
+                for previous in requests:
+                    self.engine.abort(previous)
                 raise
             requests.append(request)
         return requests

@@ -39,9 +39,11 @@ def named_adapters(texts: Sequence[str]) -> dict[str, Path]:
                 f"{flag('adapter')} gives two adapters the name '{name}' ({result[name]} and {directory}): give each "
                 "its own, NAME=DIR."
             )
-        same = places.setdefault(os.path.realpath(directory), name)
-        if same != name:
-            raise UserError(f"{flag('adapter')} lists {directory} twice, as '{same}' and as '{name}': leave one out.")
+        first_name = places.setdefault(os.path.realpath(directory), name)
+        if first_name != name:
+            raise UserError(
+                f"{flag('adapter')} lists {directory} twice, as '{first_name}' and as '{name}': leave one out."
+            )
         result[name] = directory
     return result
 

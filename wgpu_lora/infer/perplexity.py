@@ -71,7 +71,7 @@ class Evaluator:
         slots = len(adapters.specs) if adapters else 1
         # Totals over all rows of a batch, of any slot.
         self._total = persistent((1,), "f32", "workspace", "evaluation total")
-        self._counted = persistent((1, 2), "u32", "workspace", "evaluated targets")
+        self._target_range = persistent((1, 2), "u32", "workspace", "evaluated targets")
         self._own_tables = tables is None
         tables = Tables.declare(config.tables(), tokens) if tables is None else tables
         self.inputs = StepInputs.declare(config.row_inputs(), tokens, slots, tables)
@@ -79,7 +79,7 @@ class Evaluator:
         recorder = Recorder(self.program, compute_dtype=compute_dtype)
         hidden = model.decoder.hidden(recorder, self.inputs, adapters.bind(self.inputs) if adapters else {})
         logprobs = token_logprobs(recorder, hidden, model.decoder.head, self.inputs.targets)
-        recorder.dispatch(sum_by_slot, logprobs, self._counted, self._total, slots=1)
+        recorder.dispatch(sum_by_slot, logprobs, self._target_range, self._total, slots=1)
 
     def storages(self) -> set[Storage]:
         """All persistent storage that the program needs, including the model's weights and the adapters."""
@@ -107,7 +107,7 @@ class Evaluator:
         for together in pack([len(row.input_ids) for row in rows], range(len(rows)), self.inputs.tokens):
             segments = [Segment(rows[i].input_ids, rows[i].labels, slot) for i in together]
             count = int(self.inputs.upload(self.device, segments).max())
-            self.device.write(self._counted.storage.buffer, np.array([0, count], np.uint32))
+            self.device.write(self._target_range.storage.buffer, np.array([0, count], np.uint32))
             self.device.write(self._total.storage.buffer, np.zeros(1, np.float32))
             self.program.run()
             # Summed in float64: a float32 total over many batches would lose precision.

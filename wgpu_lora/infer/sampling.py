@@ -89,5 +89,5 @@ class Sampler:
         repeated = {*prompt, *answer} if self.repetition_penalty != 1 else set()
         tokens = np.array(sorted(repeated | differences.keys()), np.int64)
         factors = [self.repetition_penalty if token in repeated else 1.0 for token in tokens.tolist()]
-        less = [differences.get(token, 0.0) for token in tokens.tolist()]
-        return tokens, np.array(factors, np.float32), np.clip(np.array(less), -1e30, 1e30).astype(np.float32)
+        values = [differences.get(token, 0.0) for token in tokens.tolist()]
+        return tokens, np.array(factors, np.float32), np.clip(np.array(values), -1e30, 1e30).astype(np.float32)

@@ -107,9 +107,9 @@ def claim(
     """
     device_claims = _device_claims(device)
     with device_claims.lock:
-        more = device_claims.missing(device, new)
+        nbytes = device_claims.missing(device, new)
     # Without the lock: another thread may be about to release what this one waits for.
-    leases = [_take(device_claims, device.info, more, purpose, budget, wait, events, advise)] if more > 0 else []
+    leases = [_take(device_claims, device.info, nbytes, purpose, budget, wait, events, advise)] if nbytes > 0 else []
     with device_claims.lock:
         device_claims.begin(new, leases)
     try:
@@ -142,7 +142,7 @@ def _end(device_claims: DeviceClaims) -> None:
 def _take(
     device_claims: DeviceClaims,
     info: DeviceInfo,  # not the device, which the stack would keep alive
-    more: int,
+    nbytes: int,
     purpose: str,
     budget: Budget | None,
     wait: float | None,
@@ -158,7 +158,7 @@ def _take(
 
     stack = ExitStack()
     ledger, own_bytes = device_claims.ledger, device_claims.bytes
-    lease = take(ledger, more, limit, purpose, wait, events, advise, own_bytes=own_bytes, free=free)
+    lease = take(ledger, nbytes, limit, purpose, wait, events, advise, own_bytes=own_bytes, free=free)
     return stack.enter_context(lease), stack
 
 

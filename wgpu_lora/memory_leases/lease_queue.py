@@ -97,7 +97,7 @@ def _wait_for_turn(
         remaining = seconds - waited
         if remaining <= 0:
             raise NoRoomError(_refusal(entry, budget, look, wait, advise))
-        events.waiting(look.ahead + 1, [entry.who for entry in look.holders], waited)
+        events.waiting(look.ahead + 1, [entry.owner for entry in look.holders], waited)
         time.sleep(min(pause, remaining))
         pause = min(2 * pause, LAST_PAUSE)
 
@@ -106,10 +106,10 @@ def _look(ledger: Ledger, entry: LedgerEntry, budget: int | None, queue: bool, f
     """Take the memory if there is enough and no other run is ahead; else, with `queue`, take or renew a place."""
     reported, request_time = free(), time.time()  # before the lock is taken, since it may take long
     with ledger.changing() as entries:
-        here = [e for e in entries if e.is_of_this_host]
-        holders = [e for e in here if e.holds]
-        waiting = [e.id for e in here if not e.holds]
-        ahead = waiting.index(entry.id) if entry.id in waiting else len(waiting)
+        local_entries = [e for e in entries if e.is_of_this_host]
+        holders = [e for e in local_entries if e.holds]
+        queue_ids = [e.id for e in local_entries if not e.holds]
+        ahead = queue_ids.index(entry.id) if entry.id in queue_ids else len(queue_ids)
         room = budget is None or sum(e.bytes for e in holders) + entry.bytes <= budget
         now = time.time()
         if reported is not None:  # others may not have allocated what they were just granted
@@ -118,14 +118,14 @@ def _look(ledger: Ledger, entry: LedgerEntry, budget: int | None, queue: bool, f
         short = reported if reported is not None and reported < entry.bytes else None
         granted = room and not ahead and short is None
         if granted or queue:
-            _put(entries, replace(entry, holds=granted, since=now if granted else entry.since, renewed=now))
+            _upsert(entries, replace(entry, holds=granted, since=now if granted else entry.since, renewed=now))
     return QueueStatus(granted, holders, ahead, short)
 
 
 def _refusal(entry: LedgerEntry, budget: int | None, look: QueueStatus, wait: float | None, advise: Advice) -> str:
     reasons = []
     if look.holders:
-        holders = ", ".join(f"{e.bytes:,} by {e.who}" for e in look.holders)
+        holders = ", ".join(f"{e.bytes:,} by {e.owner}" for e in look.holders)
         reasons.append(f"{sum(e.bytes for e in look.holders):,} bytes are held ({holders})")
     if look.ahead:
         reasons.append(f"{look.ahead} other {'run waits' if look.ahead == 1 else 'runs wait'} before it")
@@ -152,10 +152,10 @@ def _renew(ledger: Ledger, entry: LedgerEntry, stop: threading.Event) -> None:
         with suppress(UserError), ledger.changing() as entries:  # a damaged ledger may be repaired later
             if not stop.is_set():  # checked under the lock, so that a released lease does not come back
                 current = next((e for e in entries if e.id == entry.id), entry)
-                _put(entries, replace(current, holds=True, renewed=time.time()))
+                _upsert(entries, replace(current, holds=True, renewed=time.time()))
 
 
-def _put(entries: list[LedgerEntry], entry: LedgerEntry) -> None:
+def _upsert(entries: list[LedgerEntry], entry: LedgerEntry) -> None:
     """Replace the entry with this id, or append it."""
     ids = [e.id for e in entries]
     place = ids.index(entry.id) if entry.id in ids else len(ids)
@@ -165,7 +165,7 @@ def _put(entries: list[LedgerEntry], entry: LedgerEntry) -> None:
 def update(ledger: Ledger, entry: LedgerEntry) -> None:
     """Write the new state of a lease, unless the ledger is damaged."""
     with suppress(UserError), ledger.changing() as entries:
-        _put(entries, replace(entry, holds=True, renewed=time.time()))
+        _upsert(entries, replace(entry, holds=True, renewed=time.time()))
 
 
 def _remove(ledger: Ledger, entry: LedgerEntry) -> None:

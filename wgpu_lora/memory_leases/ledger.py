@@ -280,7 +280,7 @@ class LedgerEntry:
         return self.boot_id == boot_id()
 
     @property
-    def who(self) -> str:
+    def owner(self) -> str:
         """The owner, for messages."""
         return f"pid {self.pid}{'' if self.host == host_id() else f' on {self.host}'} ({self.what})"
 

@@ -84,8 +84,8 @@ def amdgpu_memory(drm: Path = DRM) -> DeviceMemory | None:
     cards = []
     for device in drm.glob("card*/device"):
         if _line(device / "vendor") == f"{AMD:#06x}" and (total := _line(device / "mem_info_vram_total")).isdigit():
-            used = _line(device / "mem_info_vram_used")
-            free = int(total) - int(used) if used.isdigit() else None
+            usage = _line(device / "mem_info_vram_used")
+            free = int(total) - int(usage) if usage.isdigit() else None
             # An APU reports a small part of system memory, without a vendor.
             integrated = _line(device / "mem_info_vram_vendor") in ("", "unknown")
             cards.append((integrated, int(total), free, device.parent.name))
@@ -111,9 +111,11 @@ def nvml_memory(name: str) -> DeviceMemory | None:
         matches = [card for card in cards if nvml.nvmlDeviceGetName(card) == name]
         if not matches and len(cards) != 1:
             return None
-        least = min((nvml.nvmlDeviceGetMemoryInfo(card) for card in matches or cards), key=lambda memory: memory.total)
+        smallest = min(
+            (nvml.nvmlDeviceGetMemoryInfo(card) for card in matches or cards), key=lambda memory: memory.total
+        )
         note = f", the smallest of {len(matches)} cards of this name" if len(matches) > 1 else ""
-        return DeviceMemory(least.total, f"NVML{note}", least.free)
+        return DeviceMemory(smallest.total, f"NVML{note}", smallest.free)
 
     return ask_nvml(ask)
 

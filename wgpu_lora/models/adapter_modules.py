@@ -33,15 +33,15 @@ def read_adapter_for(
         UserError: the adapter cannot be read or does not fit (`check_adapter_shapes`), or has a module under two names.
         NotFiniteError: a value is NaN or infinite.
     """
-    adapter_config, stored = read_adapter(adapter, contents)
-    names = {stored_name: config.STORED.model_name(stored_name) for stored_name in stored}
+    adapter_config, arrays = read_adapter(adapter, contents)
+    names = {stored_name: config.STORED.model_name(stored_name) for stored_name in arrays}
     matrices: dict[str, tuple[np.ndarray, ...]] = {}
     for stored_name, name in sorted(names.items(), key=lambda pair: in_order(pair[1])):
         if name in matrices:
             raise UserError(f"The adapter {adapter} holds {name} under two names: save it again, or use another.")
-        matrices[name] = stored[stored_name]
+        matrices[name] = arrays[stored_name]
     check_adapter_shapes(config, matrices, adapter, model)
-    return adapter_config if matrices.keys() == stored.keys() else _renamed(adapter_config, names, config), matrices
+    return adapter_config if matrices.keys() == arrays.keys() else _renamed(adapter_config, names, config), matrices
 
 
 def _renamed(adapter_config: AdapterConfig, names: Mapping[str, str], config: ModelConfig) -> AdapterConfig:
@@ -54,7 +54,7 @@ def _renamed(adapter_config: AdapterConfig, names: Mapping[str, str], config: Mo
         modules: dict[float, list[str]] = {}
         for old, new in names.items():
             modules.setdefault(value_of(old), []).append(new)
-        return {expression(some, config): value for value, some in modules.items() if value != usual}
+        return {expression(group, config): value for value, group in modules.items() if value != usual}
 
     ranks = {pattern: int(rank) for pattern, rank in patterns(adapter_config.rank, adapter_config.r).items()}
     alphas = patterns(adapter_config.alpha, adapter_config.lora_alpha)
@@ -141,8 +141,8 @@ def resolve_target_modules(target_modules: str, config: ModelConfig) -> list[str
         matches = [module for module in modules if _ends_with(module, name)]
         matches = matches or [module for module in modules if config.layer_part(module) == name]
         if not matches:
-            there = ", ".join((*shortest(modules, config), *config.LAYER_PARTS))
-            raise UserError(f"{flag('target_modules')} has no '{name:.40}': choose among {there}, or '{ALL}'.")
+            choices = ", ".join((*shortest(modules, config), *config.LAYER_PARTS))
+            raise UserError(f"{flag('target_modules')} has no '{name:.40}': choose among {choices}, or '{ALL}'.")
         targets.update(matches)
     return [module for module in modules if module in targets]
 
@@ -150,13 +150,13 @@ def resolve_target_modules(target_modules: str, config: ModelConfig) -> list[str
 def shortest(modules: Collection[str], config: ModelConfig) -> tuple[str, ...]:
     """The shortest names that select exactly these modules, in the model's order."""
     may, targets = config.may_be_packed(), set(modules)
-    everything = [module_of(name) for name in config.parameters if name in may]
+    all_modules = [module_of(name) for name in config.parameters if name in may]
     by_name: dict[str, set[str]] = {}
-    for module in everything:
+    for module in all_modules:
         for name in _endings(module):
             by_name.setdefault(name, set()).add(module)
-    ordered = [module for module in everything if module in targets]
-    return tuple(dict.fromkeys(next(n for n in _endings(module) if by_name[n] <= targets) for module in ordered))
+    selection = [module for module in all_modules if module in targets]
+    return tuple(dict.fromkeys(next(n for n in _endings(module) if by_name[n] <= targets) for module in selection))
 
 
 def expression(modules: Collection[str], config: ModelConfig) -> str:

@@ -92,12 +92,12 @@ class AdapterSet:
         """
         slots, rank = len(specs), max(spec.rank for spec in specs)
         shapes = config.lora_modules
-        everything = {module: number for number, module in enumerate(shapes)}
-        order = [module for module in everything if any(module in spec.scaling for spec in specs)]
+        module_numbers = {module: number for number, module in enumerate(shapes)}
+        order = [module for module in module_numbers if any(module in spec.scaling for spec in specs)]
         scaled = {module for module in order if any(spec.dora and module in spec.scaling for spec in specs)}
         limit = max(1, max_binding // (4 * BLOCK * PAGE_BLOCKS)) * PAGE_BLOCKS
         factors: dict[tuple[str, str], Factor] = {}
-        used: list[list[int]] = [[]]
+        owners: list[list[int]] = [[]]
 
         def blocks_of(modules: Sequence[str], part: str) -> dict[str, int]:
             """Of a slot's matrix."""
@@ -118,19 +118,19 @@ class AdapterSet:
                     error = BindingTooLarge(f"{modules[0]}.lora_{part}", 4 * BLOCK * slot_blocks * slots, max_binding)
                     error.advise("use fewer adapters at a time, or a lower rank")
                     raise error
-                if used[-1] and len(used[-1]) + slot_blocks * slots > limit:
-                    used.append([])
+                if owners[-1] and len(owners[-1]) + slot_blocks * slots > limit:
+                    owners.append([])
                 for module, shape in of.items():
-                    offset = (len(used[-1]) + first) * BLOCK
-                    factors[module, part] = Factor(len(used) - 1, offset, slot_blocks * BLOCK, shape)
+                    offset = (len(owners[-1]) + first) * BLOCK
+                    factors[module, part] = Factor(len(owners) - 1, offset, slot_blocks * BLOCK, shape)
                     first += blocks[module]
-                used[-1] += [2 * slot + (part != "A") for slot in range(slots) for _ in range(slot_blocks)]
-        tables = tuple(padded_table(blocks) for blocks in used)
+                owners[-1] += [2 * slot + (part != "A") for slot in range(slots) for _ in range(slot_blocks)]
+        tables = tuple(padded_table(blocks) for blocks in owners)
 
         def pages(kind: str, group: str) -> tuple[Tensor, ...]:
             return tuple(persistent((t.size * BLOCK,), "f32", group, f"{kind} {i}") for i, t in enumerate(tables))
 
-        numbers = {module: everything[module] for module in order}
+        numbers = {module: module_numbers[module] for module in order}
         scales = {
             modules: persistent((slots, len(modules) * rank), "f32", group, f"scale of {modules[0]}")
             for modules in stacks
@@ -272,15 +272,15 @@ def _stacks(
         for first, *rest in config.stacks(i)
     }
     of = {module: stack for stack in stacks.values() for module in stack}
-    finished: set[str] = set()
+    visited: set[str] = set()
     for module in modules:
         whole = rank * config.lora_modules[module][1] % BLOCK == 0
         stack = tuple(name for name in of.get(module, [module]) if name in modules) if whole else (module,)
         if len(stack) > 1 and not fits(stack):
             stack = (module,)
-        if module not in finished:
+        if module not in visited:
             yield stack
-            finished.update(stack)
+            visited.update(stack)
 
 
 class Norms:

@@ -130,15 +130,15 @@ class StepInputs:
             ids[rows] = segment.input_ids
             if segment.draws is not None:
                 draws[rows] = segment.draws
-            picked = np.zeros(0, np.int64)
+            positions = np.zeros(0, np.int64)
             if segment.labels is not None:
-                picked = np.flatnonzero(segment.labels[1:] != -100)
-                target_rows.append(rows[picked])
-                targets.append(segment.labels[1:][picked])
+                positions = np.flatnonzero(segment.labels[1:] != -100)
+                target_rows.append(rows[positions])
+                targets.append(segment.labels[1:][positions])
             if segment.slot is not None:
                 extend_range(slot_ranges[segment.slot], rows.min(), rows.max() + 1)
-            places[number] = count, count + picked.size
-            count += picked.size
+            places[number] = count, count + positions.size
+            count += positions.size
         write(device, self.ids, ids)
         self.place(device, placing.rows)
         write(device, self.slot_ranges, slot_ranges)
@@ -170,8 +170,8 @@ def padded(values: np.ndarray, size: int, filler: np.ndarray | int) -> np.ndarra
 
 
 def _padded(parts: list[np.ndarray], size: int, filler: float) -> np.ndarray:
-    joined = np.concatenate([*parts, np.zeros(0)])
-    return np.concatenate([joined, np.full(size - joined.size, filler)])
+    values = np.concatenate([*parts, np.zeros(0)])
+    return np.concatenate([values, np.full(size - values.size, filler)])
 
 
 class HasTokens(Protocol):

@@ -32,11 +32,11 @@ MOST_OF_OTHERS = 1 << 20
 
 def whole(d: Mapping[str, Any], name: str, where: str, default: int | None = None, minimum: int = 1) -> int:
     """An integer of at least `minimum` and at most MOST. Without a default, it is required."""
-    value, most = d.get(name, default), MOST.get(name, MOST_OF_OTHERS)
+    value, maximum = d.get(name, default), MOST.get(name, MOST_OF_OTHERS)
     if value is None:
         raise UserError(f"{name} is missing from {where}: restore the file from the model's source.")
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= most:
-        kind = f"whole number from {minimum} to {most:,}"
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+        kind = f"whole number from {minimum} to {maximum:,}"
         raise UserError(f"{name} in {where} is {value!r:.40}, expected a {kind}: correct the file.")
     return value
 

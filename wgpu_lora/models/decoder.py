@@ -40,14 +40,14 @@ class Decoder:
         base_dtype: str,
         table_dtype: str,
         max_binding: int,
-        stored: StoredFormats | None = None,
+        formats: StoredFormats | None = None,
     ) -> Decoder:
         """Declares the tensors of a model.
 
         Args:
             table_dtype: dtype of the embedding, the LM head and matrices that are kept: bf16, f16 or f32.
-            base_dtype: base format of the other linear layers if `stored` is None.
-            stored: a checkpoint whose matrices keep the base formats that they are stored in.
+            base_dtype: base format of the other linear layers if `formats` is None.
+            formats: a checkpoint whose matrices keep the base formats that they are stored in.
         """
         shared = Shared(max_binding)
 
@@ -55,7 +55,7 @@ class Decoder:
             return persistent(shape, "f32", "base", name)
 
         def table(name: str, cap: float) -> Table:
-            kind = stored.base_format(name) if stored else None
+            kind = formats.base_format(name) if formats else None
             if kind and re.fullmatch(GGUF_PATTERN, kind):
                 return GGUFTable.declare(shape, kind, name, max_binding, cap)
             return DenseWeight.declare(shape, table_dtype, name, max_binding, cap)
@@ -68,7 +68,7 @@ class Decoder:
                 if item.kind in (MATRIX, KEPT):
                     out, size_in = item.shape
                     dtype = base_dtype if item.kind == MATRIX else table_dtype
-                    weight = declare(dtype, (out, size_in), f"{path}.{name}", shared, stored)
+                    weight = declare(dtype, (out, size_in), f"{path}.{name}", shared, formats)
                     module = module_of(name)
                     linears[module] = Linear(weight, vectors.pop(f"{module}.bias", None))
             for stack in config.stacks(i):

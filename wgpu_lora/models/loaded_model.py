@@ -66,7 +66,7 @@ class LoadedModel:
     @property
     def notes(self) -> list[str]:
         """Sentences for the user about parts of the model's files that are not used."""
-        other_parts = self.checkpoint.skipped if isinstance(self.checkpoint, Checkpoint) else {}
+        other_parts = self.checkpoint.skipped_tensors if isinstance(self.checkpoint, Checkpoint) else {}
         return [*([note_of_skipped(other_parts)] if other_parts else []), *self.rounding]
 
     @property
@@ -109,11 +109,11 @@ class LoadedModel:
             return
         total, counter = self.tensors_to_load(), count(1)
 
-        def loaded(tensor: str) -> None:
+        def report(tensor: str) -> None:
             events.loading(self.name, tensor, next(counter), total)
 
         with claim(self.device, self.bytes_to_load(), f"the weights of {self.name}"):
-            self.weights_sha256 = load_weights(self.device, self.checkpoint, self.decoder, loaded, self.importance)
+            self.weights_sha256 = load_weights(self.device, self.checkpoint, self.decoder, report, self.importance)
             self.weights_loaded = True
 
     def unload(self) -> None:
@@ -171,9 +171,9 @@ def open_model(model: str, device: Device | str | int | None = None, base_dtype:
 
 def declare_decoder(config: ModelConfig, checkpoint: WeightSource, base_dtype: str, device: Device) -> Decoder:
     """Declares the tensors of a checkpoint's model in a base format."""
-    stored = checkpoint if base_dtype in (config.packed, GGUF) else None
+    formats = checkpoint if base_dtype in (config.packed, GGUF) else None
     table = table_dtype(checkpoint, config, base_dtype)
-    return Decoder.declare(config, base_dtype, table, device.max_binding, stored)
+    return Decoder.declare(config, base_dtype, table, device.max_binding, formats)
 
 
 def table_dtype(checkpoint: WeightSource, config: ModelConfig, base_dtype: str) -> str:
@@ -258,7 +258,7 @@ class AuditedSource:
         self._source = source
         self._hashes: dict[str, hashlib._Hash] = {}
         self._pool = ThreadPoolExecutor(1, "weights")
-        self._waiting: deque[Future[None]] = deque()
+        self._queue: deque[Future[None]] = deque()
 
     def __enter__(self) -> AuditedSource:
         return self
@@ -310,12 +310,12 @@ class AuditedSource:
         """Returns `values` and queues their check, waiting until at most AHEAD others are pending."""
         self._settle(AHEAD)
         sha = self._hashes.setdefault(name, hashlib.sha256())
-        self._waiting.append(self._pool.submit(_examine, name, sha, np.ascontiguousarray(values), dtype))
+        self._queue.append(self._pool.submit(_examine, name, sha, np.ascontiguousarray(values), dtype))
         return values
 
     def _settle(self, limit: int) -> None:
-        while len(self._waiting) > limit:
-            self._waiting.popleft().result()
+        while len(self._queue) > limit:
+            self._queue.popleft().result()
 
 
 def _examine(name: str, sha: hashlib._Hash, values: np.ndarray, dtype: str | None) -> None:

@@ -47,14 +47,14 @@ def quant_constants(weight: StoredMatrix) -> ConstantWeight | None:
 class QuantConstants:
     """The constants of some matrices of a model, in one slot. `declare` allocates nothing.
 
-    used: pages like params, which the products read: the parameters themselves, or rounded to f16 (see `snap`).
+    operands: pages like params, which the products read: the parameters themselves, or rounded to f16 (see `snap`).
     names: of all arrays, such as 'model.layers.0.mlp.up_proj.table'.
     """
 
     weights: Mapping[str, ConstantWeight]  # by module
     params: tuple[Tensor, ...]
     grads: tuple[Tensor, ...]
-    used: tuple[Tensor, ...]
+    operands: tuple[Tensor, ...]
     snapped: Tensor  # u32 [1]
     block_owners: tuple[np.ndarray, ...]
     names: Mapping[str, Place]
@@ -63,17 +63,17 @@ class QuantConstants:
     def declare(cls, weights: Mapping[str, ConstantWeight], max_binding: int) -> QuantConstants:
         """Raises BindingTooLarge if a constant of one matrix does not fit a binding."""
         limit = max(1, max_binding // (4 * BLOCK * PAGE_BLOCKS)) * PAGE_BLOCKS
-        used, names = [0], {}
+        block_counts, names = [0], {}
         for module, weight in weights.items():
             for name, shape in weight.constant_shapes().items():
                 blocks = blocks_of(shape)
                 if blocks > limit:
                     raise BindingTooLarge(f"{module}.{name}", 4 * BLOCK * blocks, max_binding)
-                if used[-1] and used[-1] + blocks > limit:
-                    used.append(0)
-                names[f"{module}.{name}"] = Place(len(used) - 1, used[-1] * BLOCK, shape, shape)
-                used[-1] += blocks
-        block_owners = tuple(padded_table([0] * count) for count in used)
+                if block_counts[-1] and block_counts[-1] + blocks > limit:
+                    block_counts.append(0)
+                names[f"{module}.{name}"] = Place(len(block_counts) - 1, block_counts[-1] * BLOCK, shape, shape)
+                block_counts[-1] += blocks
+        block_owners = tuple(padded_table([0] * count) for count in block_counts)
 
         def pages(kind: str, group: str) -> tuple[Tensor, ...]:
             sizes = [table.size * BLOCK for table in block_owners]
@@ -88,16 +88,16 @@ class QuantConstants:
         return 1
 
     def storages(self) -> set[Storage]:
-        return {tensor.storage for tensor in (*self.params, *self.used, self.snapped)}
+        return {tensor.storage for tensor in (*self.params, *self.operands, self.snapped)}
 
     def record_use(self, rec: Recorder) -> None:
-        for params, used in zip(self.params, self.used, strict=True):
-            rec.dispatch(snap_f16, params, self.snapped, used, size=params.size)
+        for params, operand in zip(self.params, self.operands, strict=True):
+            rec.dispatch(snap_f16, params, self.snapped, operand, size=params.size)
 
     def bind(self, inputs: StepInputs) -> dict[str, TrainedMatrix]:
         return {
             module: TrainedMatrix(
-                weight.with_constants(self._views(module, weight, self.used)),
+                weight.with_constants(self._views(module, weight, self.operands)),
                 self._views(module, weight, self.grads),
                 inputs.slot_ranges,
             )

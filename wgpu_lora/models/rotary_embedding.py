@@ -109,8 +109,8 @@ def _share(value: Any, default: float | None, where: str) -> float:
         return 1.0 if default is None else default
     share = positive(value, "partial_rotary_factor", where)
     if share > 1 or (share < 1 and default is None):
-        most = "only 1.0 is" if default is None else "use at most 1"
-        raise UserError(f"partial_rotary_factor = {value!r} in {where} is not supported: {most}.")
+        advice = "only 1.0 is" if default is None else "use at most 1"
+        raise UserError(f"partial_rotary_factor = {value!r} in {where} is not supported: {advice}.")
     return share
 
 

@@ -81,8 +81,8 @@ class Forward:
     ):
         slots = adapters.slots if adapters else 1
         self.inputs = StepInputs.declare(model.config.row_inputs(), tokens, slots, tables)
-        what = f"{name} log-probabilities [{tokens}]"
-        self.logprobs = {t: persistent((tokens,), "f32", "workspace", what) for t in temperatures}
+        label = f"{name} log-probabilities [{tokens}]"
+        self.logprobs = {t: persistent((tokens,), "f32", "workspace", label) for t in temperatures}
         self.program = Program(model.device, f"{name} {tokens}")
         rec = Recorder(self.program, compute_dtype=compute_dtype)
         if adapters:
@@ -135,8 +135,8 @@ class Scorer(ForwardPasses[Forward]):
             segments = [replace(segment, draws=None) for i in together for segment in samples[i]]
             places = iter(forward.inputs.upload(self.device, segments))
             forward.program.run()
-            used = {t: forward.logprobs[t].storage.buffer for t in {sample_temperatures[i] for i in together}}
-            values = {t: self.device.read(buffer).view(np.float32) for t, buffer in used.items()}
+            buffers = {t: forward.logprobs[t].storage.buffer for t in {sample_temperatures[i] for i in together}}
+            values = {t: self.device.read(buffer).view(np.float32) for t, buffer in buffers.items()}
             for i in together:
                 spans = [next(places) for _ in samples[i]]
                 result[i] = [values[sample_temperatures[i]][start:stop].copy() for start, stop in spans]

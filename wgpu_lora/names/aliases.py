@@ -50,28 +50,28 @@ def nearest(name: str, valid_names: Collection[str]) -> str | None:
     aliases = aliases_of(valid_names)
     longer = [option for option in valid_names if len(name) > 2 and option.startswith(name)]
     similar = difflib.get_close_matches(name, [*valid_names, *aliases], n=1, cutoff=SIMILAR)
-    meant = [aliases.get(option, option) for option in similar or sorted(longer, key=len)[:2]]
-    return any_option(*meant) or None
+    matches = [aliases.get(option, option) for option in similar or sorted(longer, key=len)[:2]]
+    return any_option(*matches) or None
 
 
 def advice(name: str, valid_names: Collection[str], otherwise: str) -> str:
     """The advice for an unknown name: the options that may be meant, or else `otherwise`."""
-    meant = nearest(name, valid_names)
-    return f"did you mean {meant}?" if meant else otherwise
+    suggestion = nearest(name, valid_names)
+    return f"did you mean {suggestion}?" if suggestion else otherwise
 
 
 def real_names(
     values: Mapping[str, Any],
     valid_names: Collection[str],
     where: str,
-    what: str = "option",
+    kind: str = "option",
     otherwise: str | None = None,
 ) -> dict[str, Any]:
     """Values by option name: resolves aliases and dashes, and converts NumPy numbers to Python's.
 
     Args:
         where: where the values come from; starts the error messages.
-        what: what the names are called in error messages.
+        kind: what the names are called in error messages.
         otherwise: advice if no option is similar; by default, where to find the list of training options.
 
     Raises:
@@ -82,7 +82,7 @@ def real_names(
     otherwise = otherwise or f"{listed} lists the options."
     aliases = aliases_of(valid_names)
     result: dict[str, Any] = {}
-    called: dict[str, str] = {}
+    spellings: dict[str, str] = {}
     for key, value in values.items():
         typed = str(key).replace("-", "_")
         name = aliases.get(typed, typed)
@@ -90,10 +90,10 @@ def real_names(
             sentence = foreign_option_advice(typed, [*valid_names, "recipe"])
             if sentence:
                 raise UserError(f"{where}: {sentence}")
-            raise UserError(f"{where} has an unknown {what} '{key}': {advice(typed, valid_names, otherwise)}")
+            raise UserError(f"{where} has an unknown {kind} '{key}': {advice(typed, valid_names, otherwise)}")
         if name in result:
-            raise UserError(f"{where}: {flag(called[name])} and {flag(typed)} are the same {what}: leave one out.")
-        result[name], called[name] = _builtin(value), typed
+            raise UserError(f"{where}: {flag(spellings[name])} and {flag(typed)} are the same {kind}: leave one out.")
+        result[name], spellings[name] = _builtin(value), typed
     return result
 
 

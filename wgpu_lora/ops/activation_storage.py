@@ -41,14 +41,14 @@ def block_of(cols: int) -> int:
     return max((size for size in range(2, BLOCK + 1, 2) if cols % size == 0), default=1)
 
 
-def store(program: Program, saved: Mapping[Storage, Sequence[Tensor]], forward: int, saving: Saving) -> None:
+def store(program: Program, activations: Mapping[Storage, Sequence[Tensor]], forward: int, saving: Saving) -> None:
     """Changes a recorded program so that activations are stored as `saving` says.
 
     Args:
-        saved: the tensors of each storage, as `Recorder.saved`.
+        activations: the tensors of each storage, as `Recorder.saved_tensors`.
         forward: number of dispatches of the forward pass.
     """
-    uses: dict[Storage, list[int]] = {storage: [] for storage in saved}
+    uses: dict[Storage, list[int]] = {storage: [] for storage in activations}
     for index, step in enumerate(program.dispatches):
         for storage in {tensor.storage for tensor in step.tensors}:
             if storage in uses:
@@ -56,7 +56,7 @@ def store(program: Program, saved: Mapping[Storage, Sequence[Tensor]], forward: 
     behind: dict[int, list[Dispatch]] = {}
     before: dict[int, list[Dispatch]] = {}
     restored: dict[Storage, Storage] = {}
-    for storage, tensors in saved.items():
+    for storage, tensors in activations.items():
         early = [index for index in uses[storage] if index < forward]
         late = [index for index in uses[storage] if index >= forward]
         if early and late:  # others are not kept, or belong to a block that is computed again
@@ -66,12 +66,12 @@ def store(program: Program, saved: Mapping[Storage, Sequence[Tensor]], forward: 
                 restored[storage] = new
                 behind.setdefault(early[-1], []).extend(put)
                 before.setdefault(late[0], []).extend(get)
-    changed: list[Dispatch] = []
+    dispatches: list[Dispatch] = []
     for index, step in enumerate(program.dispatches):
-        changed += before.get(index, [])
-        changed.append(_reading(step, restored) if index >= forward else step)
-        changed += behind.get(index, [])
-    program.dispatches = changed
+        dispatches += before.get(index, [])
+        dispatches.append(_reading(step, restored) if index >= forward else step)
+        dispatches += behind.get(index, [])
+    program.dispatches = dispatches
 
 
 def _packed(
@@ -81,8 +81,8 @@ def _packed(
     new = replace(storage, name=f"{storage.name} restored", buffer=None, offset=0)
     put, get = Program(program.device), Program(program.device)
 
-    def temp(shape: tuple[int, ...], dtype: str, what: str) -> Tensor:
-        result = program.temp(shape, dtype, f"{storage.name} {what}")
+    def temp(shape: tuple[int, ...], dtype: str, label: str) -> Tensor:
+        result = program.temp(shape, dtype, f"{storage.name} {label}")
         result.storage.on_host = saving.offload
         return result
 

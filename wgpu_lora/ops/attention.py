@@ -217,7 +217,7 @@ def attention(
         dy, stats = rec.gradient(y), rec.temp((*q.shape[:2], 4), name="stats")
         rec.dispatch(attention_stats, y, dy, lse, stats, rows=rows * q.shape[1], dim=dim)
         dq, dk, dv = (rec.gradient_target(x)[0] for x in (q, k, v))  # regions of one storage, or of several
-        inputs = (rec.again(q), rec.again(k), v, dy, stats, ranges)
+        inputs = (rec.rematerialize(q), rec.rematerialize(k), v, dy, stats, ranges)
         rec.dispatch(attention_backward_q, *inputs, dq, keys=k.shape[0], **shape)
         rec.dispatch(attention_backward_kv, *inputs, dk, dv, **shape)
 

@@ -143,8 +143,8 @@ class AttentionTuning:
         rows = reference_values.cut_size(c["rows"], lcm(CHECKED, held_rows(tiling)))
         if "keys" not in c:
             return c | {"rows": rows}
-        more = max(0, c["keys"] - c["rows"])  # a step of a short prompt has more rows than the cache has keys
-        keys, block = rows + reference_values.cut_size(more, CHECKED), c.get("block") or 1
+        extra = max(0, c["keys"] - c["rows"])  # a step of a short prompt has more rows than the cache has keys
+        keys, block = rows + reference_values.cut_size(extra, CHECKED), c.get("block") or 1
         return c | {"rows": rows, "keys": block * cdiv(keys, block)}
 
     def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:

@@ -97,8 +97,8 @@ def dropout_apply(
     inner = pcg(module ^ pcg(np.arange(cols)))
     random = pcg(draws[:, :1].astype(np.uint64) ^ pcg(draws[:, 1:2].astype(np.uint64) ^ inner))
     keep = np.ascontiguousarray(draws[:, 3:4]).view(np.float32).astype(np.float64) * (random >= draws[:, 2:3])
-    dropped = x.reshape(rows, cols) * keep
-    return y.reshape(rows, cols) + dropped if accumulate else dropped
+    result = x.reshape(rows, cols) * keep
+    return y.reshape(rows, cols) + result if accumulate else result
 
 
 def swiglu(rec: Recorder, gate: Tensor, up: Tensor) -> Tensor:

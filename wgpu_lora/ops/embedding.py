@@ -63,26 +63,26 @@ def rows_asked_for(arrays: Arrays, c: Constants, size: str = "count") -> Part:
 
     size: the constant that says how many rows the table has.
     """
-    used, renamed = local_rows(arrays["ids"], c["first"], c[size])
-    b = arrays["b"].reshape(c[size], -1)[used - c["first"]]
-    return {**arrays, "ids": renamed, "b": b}, {**c, "first": 0, size: used.size}
+    rows, renamed = local_rows(arrays["ids"], c["first"], c[size])
+    b = arrays["b"].reshape(c[size], -1)[rows - c["first"]]
+    return {**arrays, "ids": renamed, "b": b}, {**c, "first": 0, size: rows.size}
 
 
 def local_rows(ids: np.ndarray, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """The rows of [first, first + count) that ids use, with the first, and the ids as their indices."""
     ids = ids.reshape(-1).astype(np.int64)
-    used = np.unique(np.append(ids[(ids >= first) & (ids < first + count)], first))
-    places = np.searchsorted(used, ids)
-    here = used.take(places, mode="clip") == ids
-    return used, np.where(here, places, 0xFFFFFFFF).astype(np.uint32)
+    rows = np.unique(np.append(ids[(ids >= first) & (ids < first + count)], first))
+    places = np.searchsorted(rows, ids)
+    present = rows.take(places, mode="clip") == ids
+    return rows, np.where(present, places, 0xFFFFFFFF).astype(np.uint32)
 
 
 def put_rows(ids: np.ndarray, table: np.ndarray, y: np.ndarray, first: int, scale: float) -> np.ndarray:
     """y with scale table[ids[t] - first] in rows t whose id is in the table."""
     local = ids.astype(np.int64) - first
-    here = (local >= 0) & (local < len(table))
+    mask = (local >= 0) & (local < len(table))
     result = y.copy()
-    result[here] = scale * table[local[here]]
+    result[mask] = scale * table[local[mask]]
     return result
 
 
@@ -99,8 +99,8 @@ def embedding_rows(
 def gather_rows(x: In, rows_of: Fixed, y: InOut, *, rows: U32, cols: U32) -> Any:
     """y[r] = x[rows_of[r]], unchanged if rows_of[r] is 0xffffffff."""
     result, index = y.reshape(rows, cols).copy(), rows_of.reshape(-1).astype(np.int64)
-    used = np.flatnonzero(index != 0xFFFFFFFF)
-    result[used] = x.reshape(-1, cols)[index[used]]
+    valid = np.flatnonzero(index != 0xFFFFFFFF)
+    result[valid] = x.reshape(-1, cols)[index[valid]]
     return result
 
 
@@ -108,8 +108,8 @@ def gather_rows(x: In, rows_of: Fixed, y: InOut, *, rows: U32, cols: U32) -> Any
 def scatter_rows(x: In, rows_of: Fixed, y: InOut, *, rows: U32, cols: U32) -> Any:
     """y[rows_of[r]] = x[r], skipped if rows_of[r] is 0xffffffff."""
     result, index = y.reshape(-1, cols).copy(), rows_of.reshape(-1).astype(np.int64)
-    used = np.flatnonzero(index != 0xFFFFFFFF)
-    result[index[used]] = x.reshape(rows, cols)[used]
+    valid = np.flatnonzero(index != 0xFFFFFFFF)
+    result[index[valid]] = x.reshape(rows, cols)[valid]
     return result
 
 

@@ -89,13 +89,13 @@ def linear(
     def backward() -> None:
         dy, dh = rec.gradient(y), None
         if isinstance(weight, Trains):
-            weight.record_gradients(rec, rec.again(x), dy)
+            weight.record_gradients(rec, rec.rematerialize(x), dy)
         if lora and h:
             dh = rec.temp(h.shape, name="dh")
             _gradients_of_b(rec, dy, h, dh, lora)
-            dropped = _dropped(rec, rec.again(x), lora)
+            inputs = _dropout(rec, rec.rematerialize(x), lora)
             shape = {"m": lora.rank, "n": size_in, "k": rows, **lora.columns("a"), **lora.factor_constants(lora.a)}
-            rec.dispatch(lora_tn, dh, dropped, lora.a.grads, lora.ranges, **shape)
+            rec.dispatch(lora_tn, dh, inputs, lora.a.grads, lora.ranges, **shape)
         if not rec.tracks(x):
             return
         dx, accumulate = rec.gradient_target(x)
@@ -150,7 +150,7 @@ def linears(
                 if lora:
                     _gradients_of_b(rec, dy, h, dh, lora)
             shape = {"m": stack.rank, "n": size_in, "k": rows, **stack.factor_constants(stack.a)}
-            rec.dispatch(lora_tn, dh, rec.again(x), stack.a.grads, stack.ranges, **shape)
+            rec.dispatch(lora_tn, dh, rec.rematerialize(x), stack.a.grads, stack.ranges, **shape)
             low = stack.low_rank(dh, stack.a)
         if not rec.tracks(x):
             return
@@ -213,21 +213,21 @@ def _low_rank(loras: Sequence[LoraSlots | None], stack: LoraSlots | None, h: Ten
     return next(lora for lora in loras if lora).low_rank(h, stack.b, parts) if stack and h else None
 
 
-def _dropped(rec: Recorder, x: Tensor, lora: LoraSlots) -> Tensor:
+def _dropout(rec: Recorder, x: Tensor, lora: LoraSlots) -> Tensor:
     if lora.dropout_keys is None:
         return x
-    dropped = rec.temp(x.shape, name="dropped")
+    result = rec.temp(x.shape, name="dropped")
     rows = lora.dropout_keys.shape[0]
-    rec.dispatch(dropout_apply, x, lora.dropout_keys, dropped, rows=rows, cols=x.size // rows, module=lora.module)
-    return dropped
+    rec.dispatch(dropout_apply, x, lora.dropout_keys, result, rows=rows, cols=x.size // rows, module=lora.module)
+    return result
 
 
 def _hidden(rec: Recorder, x: Tensor, lora: LoraSlots) -> Tensor:
     """h = scale dropout(x) A^T, f32 [T, width of the stack], of which a module has `rank` columns."""
     rows = x.shape[0]
-    h, dropped = rec.temp((rows, lora.width), name="h"), _dropped(rec, x, lora)
+    h, inputs = rec.temp((rows, lora.width), name="h"), _dropout(rec, x, lora)
     shape = {"m": rows, "n": lora.rank, "k": x.size // rows, **lora.columns("y"), **lora.factor_constants(lora.a)}
-    rec.dispatch(lora_nt, dropped, lora.a.params, h, lora.ranges, lora.stack.scale, **shape)
+    rec.dispatch(lora_nt, inputs, lora.a.params, h, lora.ranges, lora.stack.scale, **shape)
     rec.save_for_backward(h)
     return h
 
@@ -281,8 +281,8 @@ def input_squares(x: In, count: Fixed, squares: InOut, *, rows: Dim, first: Dim,
 
     x has `rows` rows of a batch, from its row `first` on; the first `count` rows of the batch are in use.
     """
-    used = x.reshape(rows, cols)[: max(0, min(rows, int(count.reshape(-1)[0]) - first))]
-    return squares + (used**2).sum(axis=0)
+    values = x.reshape(rows, cols)[: max(0, min(rows, int(count.reshape(-1)[0]) - first))]
+    return squares + (values**2).sum(axis=0)
 
 
 @dataclass

@@ -70,17 +70,17 @@ def softmax_chunk(
     are multiplied by 1 - (logits / cap)^2, the derivatives of logits that are capped."""
     result, state, rescale = logits.copy(), state.reshape(rows, 4).copy(), rescale.copy()
     for r in range(int(count.reshape(-1)[0])):
-        old, total, picked, spread = (LOWEST, 0.0, 0.0, 0.0) if first == 0 else state[r]
+        old, total, target_logit, spread = (LOWEST, 0.0, 0.0, 0.0) if first == 0 else state[r]
         top = max(old, logits[r].max())
         column = int(targets[r]) - first
-        picked = logits[r, column] if 0 <= column < cols else picked
+        target_logit = logits[r, column] if 0 <= column < cols else target_logit
         result[r] = np.exp(rate * (logits[r] - top)) * (1 if not hidden else logits[r] > LOWEST / 2)
         rescale[r] = np.exp(rate * (old - top))
         last = 0.0
         if entropy:
-            here = (np.where(result[r] > 0, result[r] * rate * (logits[r] - top), 0)).sum()
-            last = here + ((spread + total * rate * (old - top)) * rescale[r] if total > 0 else 0.0)
-        state[r] = (top, total * rescale[r] + result[r].sum(), picked, last)
+            chunk_sum = (np.where(result[r] > 0, result[r] * rate * (logits[r] - top), 0)).sum()
+            last = chunk_sum + ((spread + total * rate * (old - top)) * rescale[r] if total > 0 else 0.0)
+        state[r] = (top, total * rescale[r] + result[r].sum(), target_logit, last)
         if cap:
             result[r] = np.where(result[r] == 0, 0, result[r] * (1 - (logits[r] / cap) ** 2))
     if apart is None:
@@ -93,9 +93,9 @@ def softmax_chunk(
 @kernel("target_logprobs.wgsl", grid=lambda c: linear_grid(c.rows), lib=("linear",))
 def target_logprobs(state: In, count: Fixed, logprobs: Out, *, rows: U32, rate: F32 = 1.0) -> Any:
     """logprobs = rate target's logit - (rate m + log(sum)), by the state of `softmax_chunk`; 0 for rows >= count."""
-    top, total, picked, _ = state.reshape(rows, 4).T
-    used = np.arange(rows) < int(count.reshape(-1)[0])
-    return np.where(used, rate * (picked - top) - np.log(np.where(used, total, 1)), 0)
+    top, total, target_logits, _ = state.reshape(rows, 4).T
+    valid = np.arange(rows) < int(count.reshape(-1)[0])
+    return np.where(valid, rate * (target_logits - top) - np.log(np.where(valid, total, 1)), 0)
 
 
 @kernel("logprob_gradient.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
@@ -113,11 +113,11 @@ def logprob_gradient(
 ) -> Any:
     """dh = rate weights (dh / sum - slope head_rows); rows of weight 0 and rows >= count[0] give zeros. slope = 1 or,
     with a cap, 1 - (target's logit / cap)^2."""
-    _, total, picked, _ = state.reshape(rows, 4).T
-    used = (weights.reshape(-1) != 0) & (np.arange(rows) < int(count.reshape(-1)[0]))
-    slope = np.where(used, 1 - (picked / cap) ** 2, 0) if cap else np.ones(rows)
-    gradient = rate * weights.reshape(-1, 1) * (dh / np.where(used, total, 1)[:, None] - slope[:, None] * head_rows)
-    return np.where(used[:, None], gradient, 0)
+    _, total, target_logits, _ = state.reshape(rows, 4).T
+    valid = (weights.reshape(-1) != 0) & (np.arange(rows) < int(count.reshape(-1)[0]))
+    slope = np.where(valid, 1 - (target_logits / cap) ** 2, 0) if cap else np.ones(rows)
+    gradient = rate * weights.reshape(-1, 1) * (dh / np.where(valid, total, 1)[:, None] - slope[:, None] * head_rows)
+    return np.where(valid[:, None], gradient, 0)
 
 
 @kernel("rest_gradient.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
@@ -125,9 +125,9 @@ def rest_gradient(
     state: In, rests: In, count: Fixed, dh: In, total: InOut, *, rows: U32, cols: U32, accumulate: Flag = False
 ) -> Any:
     """total (+)= rests dh / sum; nothing for rows without a weight and rows >= count[0]."""
-    used = (rests.reshape(-1) != 0) & (np.arange(rows) < int(count.reshape(-1)[0]))
-    share = rests.reshape(-1, 1) * dh.reshape(rows, cols) / np.where(used, state.reshape(rows, 4)[:, 1], 1)[:, None]
-    return np.where(used[:, None], share, 0) + (total.reshape(rows, cols) if accumulate else 0)
+    valid = (rests.reshape(-1) != 0) & (np.arange(rows) < int(count.reshape(-1)[0]))
+    share = rests.reshape(-1, 1) * dh.reshape(rows, cols) / np.where(valid, state.reshape(rows, 4)[:, 1], 1)[:, None]
+    return np.where(valid[:, None], share, 0) + (total.reshape(rows, cols) if accumulate else 0)
 
 
 @kernel("sum_by_slot.wgsl.j2", grid=row_grid(lambda c: c.slots), variants=by_subgroup)
@@ -158,12 +158,12 @@ class Sweep:
     exp((logit - largest) / temperature), target's logit, 0). With `entropy`, the last is the sum of these exponentials
     times their exponents, so that the softmax has the entropy log(second) - last / second.
     logprobs: f32 [R], of targets of rows without a support, at the first temperature.
-    picked: f32 [R, S] logits by their ids. gradient: set before the backward pass.
+    support_logits: f32 [R, S] logits by their ids. gradient: set before the backward pass.
     """
 
     logprobs: Tensor
     states: Mapping[float, Tensor]
-    picked: Mapping[Tensor, Tensor]
+    support_logits: Mapping[Tensor, Tensor]
     gradient: SweepGradient | None = None
 
 
@@ -172,13 +172,13 @@ class SweepGradient:
     """Derivatives of a loss.
 
     weights: f32 [R] by temperature, by each target's -log p at that temperature. rests: f32 [R] by temperature, the sum
-    of those by all logits that are not hidden, which have the proportions of their softmax. picked: f32 [R, S] by ids,
-    those by the logits of the support.
+    of those by all logits that are not hidden, which have the proportions of their softmax. support_gradients: f32
+    [R, S] by ids, those by the logits of the support.
     """
 
     weights: Mapping[float, Tensor] = field(default_factory=dict)
     rests: Mapping[float, Sequence[Tensor]] = field(default_factory=dict)
-    picked: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    support_gradients: Mapping[Tensor, Tensor] = field(default_factory=dict)
 
 
 def sweep(
@@ -209,14 +209,14 @@ def sweep(
     sums = {t: rec.temp((rows, cols), name="dpicked") for t in temperatures if gradient}
     states = {t: rec.temp((rows, 4), name="softmax state") for t in temperatures}
     rescales = {t: rec.temp((rows,), name="rescale") for t in temperatures}
-    picked = {ids: rec.temp(ids.shape, name="picked logits") for ids in supports}
+    support_logits = {ids: rec.temp(ids.shape, name="picked logits") for ids in supports}
     step = max(128, CHUNK_BYTES // (4 * rows) // 128 * 128)
     for first, part in head.chunks(step):
         width, count = part.rows, targets.count
         logits = rec.temp((rows, width), name="logits")
         rounded, scale, kind = head_operand(rec, inputs, cols, keep=True)
         head_logits(rec.dispatch, rounded, head, part, logits, count, scale, kind)
-        for ids, values in picked.items():
+        for ids, values in support_logits.items():
             place = {"rows": rows, "kept": ids.shape[1], "cols": width, "first": first}
             rec.dispatch(pick_logits, logits, ids, count, values, **place)
             rec.dispatch(hide_logits, ids, count, logits, **place)
@@ -242,7 +242,7 @@ def sweep(
     logprobs = into or rec.temp((rows,), name="logprobs")
     first_rate = 1 / temperatures[0]
     rec.dispatch(target_logprobs, states[temperatures[0]], targets.count, logprobs, rows=rows, rate=first_rate)
-    swept = Sweep(logprobs, states, picked)
+    swept = Sweep(logprobs, states, support_logits)
 
     def backward() -> None:
         assert swept.gradient is not None
@@ -285,11 +285,11 @@ def _gradient(
             rec.dispatch(add_forward, total, sums[t], gradient_sum, size=gradient_sum.size)
             total = gradient_sum
     assert total is not None, "the sweep has no gradient"
-    for ids, weights in gradient.picked.items():
+    for ids, weights in gradient.support_gradients.items():
         by_logits = weights
         if head.cap:
             by_logits = rec.temp(weights.shape, name="before the cap")
-            rec.dispatch(cap_gradient, weights, swept.picked[ids], by_logits, size=weights.size, cap=head.cap)
+            rec.dispatch(cap_gradient, weights, swept.support_logits[ids], by_logits, size=weights.size, cap=head.cap)
         add_support(rec, by_logits, ids, head, targets.count, total)
     return total
 

@@ -14,7 +14,7 @@ from wgpu_lora.gpu.kernel import Variants, cdiv
 from wgpu_lora.gpu.reference_values import random_values
 from wgpu_lora.gpu.tensor import ITEM_BYTES
 from wgpu_lora.gpu.tiling import MATRIX, WORKGROUP, Arrays, Capabilities, Constants, Tiling
-from wgpu_lora.ops.matrix_stack import factor_region, joined, region, sizes, split
+from wgpu_lora.ops.matrix_stack import factor_region, join, region, sizes, split
 
 FEW_ROWS = 8
 STEPS_IN_F16 = 32  # products that are added in f16, and the shortest rounds
@@ -282,10 +282,10 @@ def product_part(columns: TakeColumns) -> reference_values.TakePart:
         if c["stacked"]:
             key, counts = ("y", sizes(c, "n")) if c["form"] == "nt" else ("a", sizes(c, "k"))
             views = split(arrays[key], [m * count for count in counts])
-            picked = {key: joined([view.reshape(m, -1)[rows] for view in views])}
+            selection = {key: join([view.reshape(m, -1)[rows] for view in views])}
             arrays = {
                 **reference_values.select_rows({n: a for n, a in arrays.items() if n != key}, ROWS_OF, m, rows),
-                **picked,
+                **selection,
             }
             c = {**c, "m": rows.size}
             return _of_picked_rows(arrays, c, m, rows)
@@ -314,8 +314,8 @@ def _of_picked_rows(arrays: Arrays, c: Constants, count: int, rows: np.ndarray) 
     """With the slots' ranges of the picked rows, counted from 0."""
     if "ranges" not in arrays:
         return arrays, c
-    here = (arrays["ranges"].reshape(-1, 2).astype(int) - c["first_row"]).clip(0, count)
-    return {**arrays, "ranges": np.searchsorted(rows, here).astype(np.uint32)}, {**c, "first_row": 0}
+    ranges = (arrays["ranges"].reshape(-1, 2).astype(int) - c["first_row"]).clip(0, count)
+    return {**arrays, "ranges": np.searchsorted(rows, ranges).astype(np.uint32)}, {**c, "first_row": 0}
 
 
 def _factor_columns(factor: np.ndarray, c: Constants, columns: np.ndarray) -> np.ndarray:

@@ -52,7 +52,7 @@ def split(array: np.ndarray, counts: Sequence[int], item_bytes: int = 4) -> list
     return result
 
 
-def joined(parts: Sequence[np.ndarray], item_bytes: int = 4) -> np.ndarray:
+def join(parts: Sequence[np.ndarray], item_bytes: int = 4) -> np.ndarray:
     """Flat arrays as the regions of one, with zeros between: the inverse of `split`."""
     whole = np.zeros(sum(region(part.size, item_bytes) for part in parts), parts[0].dtype)
     for view, part in zip(split(whole, [part.size for part in parts], item_bytes), parts, strict=True):

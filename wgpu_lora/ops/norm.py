@@ -123,7 +123,7 @@ def l2norm(rec: Recorder, q: Tensor, k: Tensor, q_scale: float, eps: float) -> t
         for x, y, shape in zip((q, k), result, shapes, strict=True):
             dx, accumulate = rec.gradient_target(x)
             assert not accumulate, "q and k have other uses"
-            rec.dispatch(l2norm_backward, rec.again(x), rec.gradient(y), dx, **shape)
+            rec.dispatch(l2norm_backward, rec.rematerialize(x), rec.gradient(y), dx, **shape)
 
     rec.node(backward, inputs=[q, k], outputs=result[:1])
     return result[0], result[1]

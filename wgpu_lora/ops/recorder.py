@@ -60,7 +60,7 @@ class Recorder:
         self._tracked: set[Storage] = set()
         self._latest: tuple[Storage, Program, Sequence[Tensor]] | None = None
         self._cheap: dict[Storage, Callable[[], Tensor]] = {}
-        self.saved: dict[Storage, list[Tensor]] = {}  # by `save_for_backward`
+        self.saved_tensors: dict[Storage, list[Tensor]] = {}  # by `save_for_backward`
 
     def temp(self, shape: tuple[int, ...], dtype: str = "f32", name: str = "temp") -> Tensor:
         return self.program.temp(shape, dtype, name)
@@ -109,12 +109,12 @@ class Recorder:
         They may then be stored in another way in between (see `ops.activation_storage`).
         """
         for tensor in tensors:
-            of = self.saved.setdefault(tensor.storage, [])
-            if all(tensor.byte_offset != other.byte_offset for other in of):
+            of = self.saved_tensors.setdefault(tensor.storage, [])
+            if all(tensor.byte_offset != previous.byte_offset for previous in of):
                 of.append(tensor)
 
     def cheap(self, y: Tensor, record: Callable[[Tensor], None]) -> None:
-        """Declares that computing y again costs less than keeping it until the backward pass, which then uses `again`.
+        """Declares that computing y again, with `rematerialize`, costs less than keeping it until the backward pass.
 
         record: dispatches the kernel that computes y into the given tensor, from inputs that are kept.
         """
@@ -126,7 +126,7 @@ class Recorder:
 
         self._cheap[y.storage] = cache(compute)
 
-    def again(self, x: Tensor) -> Tensor:
+    def rematerialize(self, x: Tensor) -> Tensor:
         """x in a backward pass: computed again, once for all that read it, if it is `cheap`."""
         compute = self._cheap.get(x.storage)
         return replace(x, storage=compute().storage) if compute else x
@@ -187,8 +187,8 @@ class Recorder:
 
         def backward() -> None:
             with self._fresh_tape():
-                again = block(x)
-                self.share_gradient(y, [again])
+                result = block(x)
+                self.share_gradient(y, [result])
                 self.backward()
 
         if self.tracks(y):

@@ -34,11 +34,11 @@ def _region(flat: np.ndarray, first: int, *shape: int) -> np.ndarray:
     return flat.reshape(-1)[first : first + math.prod(shape)].reshape(shape)
 
 
-def _stored(new: np.ndarray, rows_of: np.ndarray, cache: np.ndarray) -> np.ndarray:
+def _scatter(new: np.ndarray, rows_of: np.ndarray, cache: np.ndarray) -> np.ndarray:
     """The cache with new[t] at row rows_of[t], unless that is NOWHERE."""
     result, index = cache.reshape(-1, new.shape[1] * new.shape[2]).copy(), rows_of.reshape(-1).astype(np.int64)
-    used = index != NOWHERE
-    result[index[used]] = new.reshape(len(new), -1)[used]
+    mask = index != NOWHERE
+    result[index[mask]] = new.reshape(len(new), -1)[mask]
     return result
 
 
@@ -80,7 +80,10 @@ def rope_forward(
         normed = region if weight is None else region / np.sqrt((region**2).mean(axis=2, keepdims=True) + eps) * weight
         turned = _turned(normed, positions, table, rotated)
         if name == "k" and rows_of is not None:
-            result = [_stored(turned, rows_of, cache_k), _stored(_region(x, v_first, *region.shape), rows_of, cache_v)]
+            result = [
+                _scatter(turned, rows_of, cache_k),
+                _scatter(_region(x, v_first, *region.shape), rows_of, cache_v),
+            ]
         elif y is None:
             region[:] = turned
         else:
@@ -131,7 +134,7 @@ def rope_backward(
 def store_halves(x: In, rows_of: Fixed, cache: InOut, *, rows: Dim, cols: U32, first: Dim) -> Any:
     """cache[rows_of[t]] = x[first + cols t ...] rounded to f16, at most 65504 in size; 0xffffffff: nowhere."""
     new = np.clip(_region(x, first, rows, 1, cols), -65504, 65504).astype(np.float16)
-    return _stored(new.astype(np.float64), rows_of, cache)
+    return _scatter(new.astype(np.float64), rows_of, cache)
 
 
 @dataclass(frozen=True)
@@ -190,10 +193,10 @@ def rope(
         shape = _shape(q if together else None, k, table, norm, turns)
         if cache.keys.dtype == "f16":
             rec.dispatch(rope_forward, _whole(k), positions, table, *_weights(norm), **shape)
-            for new, stored in ((k, cache.keys), (v, cache.values)):
+            for new, target in ((k, cache.keys), (v, cache.values)):
                 cols = k.shape[1] * k.shape[2]
                 rec.dispatch(
-                    store_halves, _whole(new), cache.rows, stored, rows=k.shape[0], cols=cols, first=_first(new)
+                    store_halves, _whole(new), cache.rows, target, rows=k.shape[0], cols=cols, first=_first(new)
                 )
             return q, cache.keys, cache.values
         stored_in = (None, cache.keys, cache.values, cache.rows)

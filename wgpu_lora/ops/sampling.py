@@ -24,8 +24,8 @@ def mask_logits(
     """scores[r, first + c] = logits[r, c], or LOWEST where masked[r] is set and bit first + c of masks[r] is not."""
     result = scores.reshape(rows, vocab).copy()
     words = masks.reshape(rows, -1).astype(np.uint32)
-    allowed = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, first : first + cols].astype(bool)
-    hidden = (masked.reshape(rows, 1) != 0) & ~allowed
+    mask = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, first : first + cols].astype(bool)
+    hidden = (masked.reshape(rows, 1) != 0) & ~mask
     result[:, first : first + cols] = np.where(hidden, LOWEST, logits.reshape(rows, cols))
     return result
 
@@ -35,11 +35,11 @@ def edit_scores(edits: Fixed, scores: InOut, *, count: Dim) -> Any:
     """scores[i] = scores[i] * factor if that is negative, else scores[i] / factor, minus a difference, for edits (i,
     factor, difference, 0) of different i; 0xffffffff: none. Scores of LOWEST stay."""
     words = edits.reshape(-1, 4).astype(np.uint32)
-    used = words[words[:, 0] != NO_TOKEN]
-    index, factor, less = used[:, 0], used[:, 1].view(np.float32), used[:, 2].view(np.float32)
+    entries = words[words[:, 0] != NO_TOKEN]
+    index, factor, difference = entries[:, 0], entries[:, 1].view(np.float32), entries[:, 2].view(np.float32)
     result = scores.copy()
     old = result.reshape(-1)[index]
-    new = np.clip(np.where(old < 0, old * factor, old / factor) - less, -1e37, 1e37)
+    new = np.clip(np.where(old < 0, old * factor, old / factor) - difference, -1e37, 1e37)
     result.reshape(-1)[index] = np.where(old < -1e38, old, new)
     return result
 

@@ -18,11 +18,11 @@ LOWEST = -3.0e38  # a logit of probability 0
 NO_ID = 0xFFFFFFFF  # of no token, in a row with fewer
 
 
-def _here(ids: np.ndarray, count: np.ndarray, rows: int, cols: int, first: int) -> tuple[np.ndarray, ...]:
+def _places(ids: np.ndarray, count: np.ndarray, rows: int, cols: int, first: int) -> tuple[np.ndarray, ...]:
     """The places (row, s) of the ids in a chunk, and their columns."""
     columns = ids.reshape(rows, -1).astype(np.int64) - first
-    used = np.arange(rows)[:, None] < int(count.reshape(-1)[0])
-    row, s = np.nonzero(used & (columns >= 0) & (columns < cols))
+    valid = np.arange(rows)[:, None] < int(count.reshape(-1)[0])
+    row, s = np.nonzero(valid & (columns >= 0) & (columns < cols))
     return row, s, columns[row, s]
 
 
@@ -31,7 +31,7 @@ def pick_logits(
     logits: In, ids: In, count: Fixed, picked: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Place[Dim]
 ) -> Any:
     """picked[r, s] = logits[r, ids[r, s] - first] for ids in [first, first + cols) and r < count[0], else unchanged."""
-    row, s, column = _here(ids, count, rows, cols, first)
+    row, s, column = _places(ids, count, rows, cols, first)
     result = picked.reshape(rows, kept).copy()
     result[row, s] = logits.reshape(rows, cols)[row, column]
     return result
@@ -40,7 +40,7 @@ def pick_logits(
 @kernel("hide_logits.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.kept), lib=("linear",))
 def hide_logits(ids: In, count: Fixed, logits: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Place[Dim]) -> Any:
     """logits[r, ids[r, s] - first] = LOWEST for ids in [first, first + cols) and r < count[0]."""
-    row, _, column = _here(ids, count, rows, cols, first)
+    row, _, column = _places(ids, count, rows, cols, first)
     result = logits.reshape(rows, cols).copy()
     result[row, column] = np.float32(LOWEST)
     return result
@@ -65,11 +65,11 @@ def add_rows(
     weights: np.ndarray, ids: np.ndarray, count: np.ndarray, table: np.ndarray, y: np.ndarray, rows: int, first: int
 ) -> np.ndarray:
     """The reference of `support_product`, with a table [size, cols]."""
-    row, s, at = _here(ids, count, rows, len(table), first)
+    row, s, at = _places(ids, count, rows, len(table), first)
     w = weights.reshape(rows, -1)[row, s]
-    used = w != 0
+    nonzero = w != 0
     result = y.reshape(rows, -1).copy()
-    np.add.at(result, row[used], w[used, None] * table[at[used]])
+    np.add.at(result, row[nonzero], w[nonzero, None] * table[at[nonzero]])
     return result
 
 
@@ -85,14 +85,14 @@ def add_support(rec: Recorder, weights: Tensor, ids: Tensor, table: EmbeddingTab
 PART_ROWS = 64  # calls with more rows are checked in part
 
 
-def _some(arrays: Arrays, c: Constants) -> Part | None:
+def _sample_rows(arrays: Arrays, c: Constants) -> Part | None:
     if c["rows"] <= PART_ROWS:
         return None
-    picked = evenly_spaced(c["rows"], PART_ROWS)
-    return select_rows(arrays, "logits values ids best best_ids", c["rows"], picked), {**c, "rows": picked.size}
+    rows = evenly_spaced(c["rows"], PART_ROWS)
+    return select_rows(arrays, "logits values ids best best_ids", c["rows"], rows), {**c, "rows": rows.size}
 
 
-@kernel("top_k.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup, part=_some)
+@kernel("top_k.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup, part=_sample_rows)
 def top_k(
     logits: In,
     count: Fixed,

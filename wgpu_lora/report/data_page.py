@@ -61,8 +61,10 @@ def render_page(
         "tokens": f"{statistics.total:,}",
         "trained tokens": f"{statistics.trained:,} ({percent(statistics.trained / statistics.total)})",
     }
-    if statistics.saved is not None:
-        facts["positions that packing saves"] = f"{statistics.saved:.1%}, at {statistics.own.max_length:,} tokens a row"
+    if statistics.packing_savings is not None:
+        facts["positions that packing saves"] = (
+            f"{statistics.packing_savings:.1%}, at {statistics.own.max_length:,} tokens a row"
+        )
     return render(
         TEMPLATES / "data.html.j2",
         title=f"Rows of {Path(statistics.name).name}",

@@ -63,14 +63,14 @@ def accuracy(argument: str | None) -> RewardFunction:
 
     def reward(completions: Sequence[Any], **columns: Any) -> Rewards:
         return [
-            None if answer is None else float(_same(answer_of(completion), str(answer)))
+            None if answer is None else float(_is_equal(answer_of(completion), str(answer)))
             for completion, answer in zip(completions, columns.get(column, [None] * len(completions)), strict=True)
         ]
 
     return reward
 
 
-def _same(text: str, answer: str) -> bool:
+def _is_equal(text: str, answer: str) -> bool:
     return normal_form(final_answer(text)) == normal_form(final_answer(answer))
 
 
@@ -158,8 +158,8 @@ def length(argument: str | None) -> RewardFunction:
 
 def overlong(argument: str | None) -> RewardFunction:
     """0 up to MAX - BUFFER tokens, then down to -1 at MAX (DAPO's soft overlong punishment, Yu et al. 2025)."""
-    most, _, buffer = (argument or "").partition("/")
-    last, room = _number(most, "overlong", "MAX/BUFFER"), _number(buffer, "overlong", "MAX/BUFFER")
+    maximum, _, buffer = (argument or "").partition("/")
+    last, room = _number(maximum, "overlong", "MAX/BUFFER"), _number(buffer, "overlong", "MAX/BUFFER")
 
     def reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> Rewards:
         return [max(-1.0, min(0.0, (last - room - len(ids)) / room)) for ids in completion_ids]

@@ -31,7 +31,7 @@ class FunctionProcess:
     def __init__(self, seconds: float):
         self.seconds = seconds
         self._child: ChildProcess | None = None
-        self._loaded: set[str] = set()  # functions that the child has
+        self._functions: set[str] = set()  # functions that the child has
 
     def load(self, function: str, option: str) -> None:
         """Load a function that an option names. Raises UserError if it cannot be."""
@@ -47,12 +47,12 @@ class FunctionProcess:
         The start of the child and the import of the function have a time of their own.
         """
         if self._child is None or not self._child.running:
-            self._child, self._loaded = None, set()
-        if function not in self._loaded:
+            self._child, self._functions = None, set()
+        if function not in self._functions:
             reply = self._answer({"function": function}, START)
             if "error" in reply:
                 return reply
-            self._loaded.add(function)
+            self._functions.add(function)
         return self._answer({"function": function, **message}, self.seconds) if message else {}
 
     def _answer(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:

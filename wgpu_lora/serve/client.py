@@ -47,7 +47,7 @@ class ServerClient:
 
     def events(self, path: str, body: Mapping[str, Any]) -> Iterator[Any]:
         """The chunks of an answer as they come."""
-        with self._sent("POST", path, {"model": self.model, **body, "stream": True}) as response:
+        with self._request("POST", path, {"model": self.model, **body, "stream": True}) as response:
             for line in response:
                 if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                     chunk = json.loads(line[6:])
@@ -66,11 +66,11 @@ class ServerClient:
         return UserError(f"The server {self.url} does not answer as one of OpenAI's API ({error}).")
 
     def _json(self, method: str, path: str, body: Any = None) -> Any:
-        with self._sent(method, path, body) as response:
+        with self._request(method, path, body) as response:
             return json.loads(response.read())
 
     @contextmanager
-    def _sent(self, method: str, path: str, body: Any) -> Iterator[HTTPResponse]:
+    def _request(self, method: str, path: str, body: Any) -> Iterator[HTTPResponse]:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY):
             headers["Authorization"] = f"Bearer {key}"

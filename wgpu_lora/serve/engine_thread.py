@@ -75,7 +75,7 @@ class RunningAnswer:
     pieces: asyncio.Queue[Piece]
     model: str
     tokens: int = 0
-    began: float = field(default_factory=time.monotonic)
+    start_time: float = field(default_factory=time.monotonic)
     newest: float | None = None  # when its newest token came
 
 
@@ -271,7 +271,7 @@ class EngineThread:
             text = answer.text.push(output.token)
             answer.tokens += 1
             waited = self.metrics.first_token if answer.newest is None else self.metrics.between_tokens
-            waited.labels(answer.model).observe(now - (answer.newest or answer.began))
+            waited.labels(answer.model).observe(now - (answer.newest or answer.start_time))
             answer.newest = now
         if end or answer.text.stopped:
             text += answer.text.finish()
@@ -288,7 +288,7 @@ class EngineThread:
     def _end(self, answer: RunningAnswer, piece: Piece) -> None:
         if answer.request.finish_reason is None:  # a stop string, or an error
             self._submit(methodcaller("abort", answer.request))
-        self.metrics.latency.labels(answer.model).observe(time.monotonic() - answer.began)
+        self.metrics.latency.labels(answer.model).observe(time.monotonic() - answer.start_time)
         self.metrics.success.labels(answer.model, piece.finish_reason or "error").inc()
         self._send(answer, piece)
 

@@ -153,8 +153,8 @@ def serve(
                     )
                 )
             )  # fmt: skip
-            shown = f"[{host}]" if ":" in host else host
-            tell(str(unix_socket) if unix_socket else f"http://{shown}:{sock.getsockname()[1]}")
+            url_host = f"[{host}]" if ":" in host else host
+            tell(str(unix_socket) if unix_socket else f"http://{url_host}:{sock.getsockname()[1]}")
 
             def end(_: int) -> None:
                 server[0].force_exit = server[0].should_exit

@@ -37,13 +37,13 @@ def measure(
     def ask(number: int) -> Timing:
         body = {"prompt": prompts[number], "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         body["stream_options"] = {"include_usage": True}
-        came: list[float] = []
+        times: list[float] = []
         begin, usage = time.perf_counter(), {"prompt_tokens": 0, "completion_tokens": 0}
         for chunk in clients[number % len(clients)].events("/v1/completions", body):
             if any(choice["text"] for choice in chunk["choices"]):
-                came.append(time.perf_counter() - begin)
+                times.append(time.perf_counter() - begin)
             usage = chunk.get("usage") or usage
-        return usage["prompt_tokens"], usage["completion_tokens"] or len(came), came
+        return usage["prompt_tokens"], usage["completion_tokens"] or len(times), times
 
     begin = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
@@ -65,9 +65,9 @@ def figures(timings: Sequence[Timing], seconds: float, concurrency: int) -> dict
         "output_throughput": tokens / seconds,
     }
     latencies = {
-        "ttft": [came[0] for _, _, came in timings if came],
-        "tpot": [(came[-1] - came[0]) / (answer - 1) for _, answer, came in timings if came and answer > 1],
-        "itl": [gap for _, _, came in timings for gap in np.diff(came).tolist()],
+        "ttft": [times[0] for _, _, times in timings if times],
+        "tpot": [(times[-1] - times[0]) / (answer - 1) for _, answer, times in timings if times and answer > 1],
+        "itl": [gap for _, _, times in timings for gap in np.diff(times).tolist()],
     }
     for name, values in latencies.items():
         milliseconds = 1e3 * np.array(values or [0.0])

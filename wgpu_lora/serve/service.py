@@ -62,7 +62,7 @@ class Service:
         limits: Limits,
     ) -> None:
         self.engine, self.tokenizer, self.name, self.limits = engine, tokenizer, name, limits
-        self.max_model_len, self.began = max_model_len, int(time.time())
+        self.max_model_len, self.start_time = max_model_len, int(time.time())
         self.vocabulary = Vocabulary(decoder, model.config.vocab_size)
         self._decoder, self._config = decoder, model.config
         self._prompts = ThreadPoolExecutor(1, "serve-prompt")  # a tokenizer serves one at a time
@@ -202,7 +202,7 @@ class Service:
         listed = [(base, base, None), *((name, str(path), base) for name, path in self.engine.adapters.items())]
         shared = {
             "object": "model",
-            "created": self.began,
+            "created": self.start_time,
             "owned_by": "wgpu-lora",
             "max_model_len": self.max_model_len,
         }
@@ -294,20 +294,20 @@ class AnswerStream(StreamingResponse):
 
 async def _pieces(answers: Sequence[RunningAnswer]) -> AsyncIterator[Piece]:
     """The pieces of all answers of a request, until the last has ended. Raises RequestError."""
-    running = len(answers)
-    while running:
+    remaining = len(answers)
+    while remaining:
         piece = await answers[0].pieces.get()
         if piece.error:
             raise piece.error
         yield piece
-        running -= piece.finish_reason is not None
+        remaining -= piece.finish_reason is not None
 
 
 async def _events(
     body: GenerationRequest, head: dict[str, Any], answers: Sequence[RunningAnswer], format: ChatFormat | TextFormat
 ) -> AsyncIterator[str]:
-    counted = body.stream_options is not None and body.stream_options.include_usage
-    extra: dict[str, Any] = {"usage": None} if counted else {}
+    include_usage = body.stream_options is not None and body.stream_options.include_usage
+    extra: dict[str, Any] = {"usage": None} if include_usage else {}
     for answer in answers:
         for choice in format.start(answer.index):
             yield _event({**head, "choices": [choice], **extra})
@@ -315,7 +315,7 @@ async def _events(
         async for piece in _pieces(answers):
             for choice in format.deltas(piece):
                 yield _event({**head, "choices": [choice], **extra})
-        if counted:
+        if include_usage:
             yield _event({**head, "choices": [], "usage": usage(answers, body.n or 1)})
     except RequestError as error:
         yield _event(error.body())
@@ -436,14 +436,14 @@ class TextFormat:
     def _logprobs(self, index: int, values: Sequence[TokenLogprobs | int]) -> Json:
         result: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for value in values:
-            token, logprob, top = (value, None, None) if isinstance(value, int) else self._shown(value)
+            token, logprob, top = (value, None, None) if isinstance(value, int) else self._logprob_entry(value)
             text = self._text(token)
             for column, item in zip(result.values(), (text, logprob, top, self._offsets[index]), strict=True):
                 column.append(item)
             self._offsets[index] += len(text)
         return result
 
-    def _shown(self, value: TokenLogprobs) -> tuple[int, float, dict[str, float]]:
+    def _logprob_entry(self, value: TokenLogprobs) -> tuple[int, float, dict[str, float]]:
         top = {self._text(token): max(logprob, LEAST) for token, logprob in value.top}
         return value.token, max(value.logprob, LEAST), top
 

@@ -84,16 +84,16 @@ class AdapterTask:
         return replace(args, data=self.data, output=self.checkpoint, gradient_accumulation_steps=batches)
 
 
-def task_of(values: Mapping[str, Any], where: str, *more: str) -> AdapterTask:
+def task_of(values: Mapping[str, Any], where: str, *extra: str) -> AdapterTask:
     """Create a task from the keys of an [[adapter]] table.
 
     Args:
-        where: begins error messages. more: training options that the table may have besides OPTIONS.
+        where: begins error messages. extra: training options that the table may have besides OPTIONS.
 
     Raises:
         UserError: a key is unknown or missing, or a value has the wrong type.
     """
-    values = _by_keys(values, where, more)
+    values = _by_keys(values, where, extra)
     for key in ("data", "checkpoint", "name"):
         text = values.get(key, "some")
         if not (isinstance(text, str | Path) and str(text).strip() and is_path(str(text))):
@@ -112,12 +112,12 @@ def task_of(values: Mapping[str, Any], where: str, *more: str) -> AdapterTask:
     return AdapterTask(str(values["data"]), checkpoint, name, float(weight), options)
 
 
-def _by_keys(values: Mapping[str, Any], where: str, more: Sequence[str]) -> dict[str, Any]:
+def _by_keys(values: Mapping[str, Any], where: str, extra: Sequence[str]) -> dict[str, Any]:
     """A table's values by the names in OWN and OPTIONS; option names, also of other programs, are accepted."""
     result: dict[str, Any] = {}
     with naming(IN_FILE):
-        otherwise = f"choose among {', '.join([*OWN, *OPTIONS])}{' and the options of training' if more else ''}."
-        options = real_names(values, [*OWN, *OPTIONS, *KEYS, *more], where, "key", otherwise)
+        otherwise = f"choose among {', '.join([*OWN, *OPTIONS])}{' and the options of training' if extra else ''}."
+        options = real_names(values, [*OWN, *OPTIONS, *KEYS, *extra], where, "key", otherwise)
     for name, value in options.items():
         key = KEYS.get(name, name)
         if key in result:

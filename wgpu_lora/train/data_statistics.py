@@ -74,11 +74,11 @@ class RowStatistics:
     @property
     def quantiles(self) -> dict[str, int]:
         """Lengths by quantile: of so many rows, the longest has that length."""
-        ordered = np.sort(self.lengths)
-        return {name: int(ordered[max(0, int(np.ceil(q * len(ordered))) - 1)]) for name, q in QUANTILES.items()}
+        lengths = np.sort(self.lengths)
+        return {name: int(lengths[max(0, int(np.ceil(q * len(lengths))) - 1)]) for name, q in QUANTILES.items()}
 
     @property
-    def saved(self) -> float | None:
+    def packing_savings(self) -> float | None:
         """Share of the positions that packing saves at the run's own maximum length; None if either is not possible."""
         result = {
             choice.packing: choice.positions for choice in self.others if choice.max_length == self.own.max_length
@@ -190,19 +190,19 @@ class RowPreview:
 
 
 def preview_rows(
-    args: TrainingArguments, model: ModelFiles, source: Source, numbers: Collection[int] = (), most: int = 3
+    args: TrainingArguments, model: ModelFiles, source: Source, numbers: Collection[int] = (), limit: int = 3
 ) -> Iterator[RowPreview]:
     """Yield rows of a source as training with these options would read them.
 
     Args:
-        numbers: of the rows, from 1; by default the first `most`. Those that the source does not have are left out.
+        numbers: of the rows, from 1; by default the first `limit`. Those that the source does not have are left out.
 
     Raises:
         UserError: the data cannot be read, or the chat template is unusable.
     """
     args, _ = fit_length(replace(args, skip_bad_rows=False), model.config.max_position_embeddings)
     args = with_template_date(args, model)
-    last = max(numbers, default=most)
+    last = max(numbers, default=limit)
     for number, (place, row) in enumerate(source.rows(formats_of(objective_of(args))), 1):
         if number in numbers or not numbers:
             yield _preview(args, model, _OneRow(source, place, row))

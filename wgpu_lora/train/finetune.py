@@ -296,18 +296,18 @@ def prepare_job(
         return prepare_session(model, [run], batch_tokens=run.stream.buckets()[-1] if sharing else None)
 
     def replan(changes: Mapping[str, Any]) -> int:
-        other = replan_run(run, changes)
-        return session(with_base_dtype(model, other.args.base_dtype), other).memory().peak_device_bytes
+        new_run = replan_run(run, changes)
+        return session(with_base_dtype(model, new_run.args.base_dtype), new_run).memory().peak_device_bytes
 
     return FinetuneJob(session(model, run), [run], replan, sharing)
 
 
 def with_stored_dtype(args: TrainingArguments, model: LoadedModel) -> TrainingArguments:
     """The options with the base format that the model has, and the type that its device computes the fastest in."""
-    stored = args.base_dtype == AUTO or model.config.packed
+    keeps_format = args.base_dtype == AUTO or model.config.packed
     if args.compute_dtype == AUTO:
         args = replace(args, compute_dtype="f16" if model.device.capabilities.matrix else "f32")
-    return replace(args, base_dtype=model.decoder.base_dtype) if stored else args
+    return replace(args, base_dtype=model.decoder.base_dtype) if keeps_format else args
 
 
 def prepare_run(
@@ -423,10 +423,10 @@ def _resume_notes(stream: DataStream, adapter_options: Collection[str], storage:
     if not newest:
         return []
     state, identity = run_checkpoint.check(newest, storage)
-    planned = planned_options(identity["options"], stream.args, newest, storage)
+    original = planned_options(identity["options"], stream.args, newest, storage)
     extensible = storage is PLAIN_FILES  # a protected run's options are attested
     length_options = [name for name in LENGTH_OPTIONS if name in adapter_options]
-    return [f"resumed: {resume_note(state, planned, stream, length_options, extensible)}"]
+    return [f"resumed: {resume_note(state, original, stream, length_options, extensible)}"]
 
 
 def replan_run(run: AdapterRun, changes: Mapping[str, Any]) -> AdapterRun:
@@ -443,8 +443,8 @@ def with_base_dtype(model: LoadedModel, base_dtype: str) -> LoadedModel:
     decoder = model.decoder
     if decoder.base_dtype == base_dtype or model.config.packed:
         return model
-    other = declare_decoder(model.config, model.checkpoint, base_dtype, model.device)
-    return replace(model, decoder=other, weights_loaded=False)
+    new_decoder = declare_decoder(model.config, model.checkpoint, base_dtype, model.device)
+    return replace(model, decoder=new_decoder, weights_loaded=False)
 
 
 def trainable_for(
@@ -487,8 +487,8 @@ def prepare_session(
     buckets = runs[0].stream.buckets() if batch_tokens is None else quarters(batch_tokens)
     trained: ParameterSet
     if evaluation_only:
-        nothing = SlotSpec(1, {next(iter(model.config.lora_modules)): 1.0})  # B is zero
-        trained = AdapterSet.declare(model.config, [nothing], model.device.max_binding)
+        empty_slot = SlotSpec(1, {next(iter(model.config.lora_modules)): 1.0})  # B is zero
+        trained = AdapterSet.declare(model.config, [empty_slot], model.device.max_binding)
     else:
         trained = trainable_parameters(model, [run.subject for run in runs])
     args = runs[0].args

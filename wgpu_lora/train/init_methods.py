@@ -133,10 +133,10 @@ def largest(w: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarr
     wide = m.shape[0] <= m.shape[1]
     _, vectors = np.linalg.eigh(m @ m.T if wide else m.T @ m)
     top = vectors[:, ::-1][:, :count]
-    other = (m.T if wide else m) @ top
-    s = np.linalg.norm(other, axis=0)
-    other = other / np.where(s == 0, 1, s)
-    return (top, s, other.T) if wide else (other, s, top.T)
+    projection = (m.T if wide else m) @ top
+    s = np.linalg.norm(projection, axis=0)
+    projection = projection / np.where(s == 0, 1, s)
+    return (top, s, projection.T) if wide else (projection, s, top.T)
 
 
 def subspace(

@@ -27,10 +27,11 @@ LR_SCHEDULES = {
 }
 
 
-def learning_rate(kind: str, peak: float, step: int, total: int, warmup: int, least: float = 0.0) -> float:
+def learning_rate(kind: str, peak: float, step: int, total: int, warmup: int, minimum: float = 0.0) -> float:
     """The rate of the 0-based `step` of `total`, with a linear warm-up to the peak over the first `warmup` steps.
 
-    It then decays to `least`, as transformers' cosine_with_min_lr does to its min_lr: least + (peak - least) * decay.
+    It then decays to `minimum`, as transformers' cosine_with_min_lr does to its min_lr: minimum + (peak - minimum) *
+    decay.
 
     In transformers, the first step has a rate of 0 and trains nothing: these are its schedules of `warmup` + 1 and
     `total` + 1 steps without it.
@@ -38,13 +39,13 @@ def learning_rate(kind: str, peak: float, step: int, total: int, warmup: int, le
     schedule = LR_SCHEDULES[kind]
     if schedule.warms_up and step < warmup:
         return peak * (step + 1) / (warmup + 1)
-    return decayed(kind, peak, (step - warmup) / max(1, total - warmup), least)
+    return decayed(kind, peak, (step - warmup) / max(1, total - warmup), minimum)
 
 
-def decayed(kind: str, peak: float, progress: float, least: float = 0.0) -> float:
+def decayed(kind: str, peak: float, progress: float, minimum: float = 0.0) -> float:
     """The rate at `progress` after the warm-up, from 0 to 1."""
     decay = LR_SCHEDULES[kind].decay
-    return peak if decay is None else least + (peak - least) * decay(progress)
+    return peak if decay is None else minimum + (peak - minimum) * decay(progress)
 
 
 def warmup_steps(total: int, ratio: float, steps: int = 0) -> int:

@@ -76,9 +76,9 @@ def no_fit_advice(base: int, available: int, args: TrainingArguments, replan: Re
     if base > available and "base_dtype" not in _savings(args):
         return f"the base model alone takes {base:,} bytes, so choose a smaller model"
     for savings in (_savings(args), {}):
-        least = {**savings, "per_device_train_batch_size": 1, "max_length": min(SHORTEST, args.length)}
+        smallest = {**savings, "per_device_train_batch_size": 1, "max_length": min(SHORTEST, args.length)}
         with suppress(UserError):  # a tensor exceeds the limits of the device
-            return f"even with {settings(least)} it would need {replan(least):,} bytes, so {smaller}"
+            return f"even with {settings(smallest)} it would need {replan(smallest):,} bytes, so {smaller}"
     return smaller
 
 

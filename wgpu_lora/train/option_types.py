@@ -112,9 +112,9 @@ def check_heldout(args: Any) -> None:
     if args.validation_split is None:
         return
     check_split(args.validation_split)
-    for other in ("eval_data", "eval_split"):
-        if getattr(args, other) is not None:
-            raise UserError(f"{flag('validation_split')} and {flag(other)} both hold rows out: leave one of them out.")
+    for name in ("eval_data", "eval_split"):
+        if getattr(args, name) is not None:
+            raise UserError(f"{flag('validation_split')} and {flag(name)} both hold rows out: leave one of them out.")
 
 
 def require(fine: bool, name: str, rule: str, value: Any, hint: str = "") -> None:

@@ -180,9 +180,9 @@ def prepare_pipeline(
 
     def replan(changes: Mapping[str, Any]) -> int:
         new_runs = [replan_run(run, changes) for run in runs]
-        most = _batch_tokens(new_runs, schedule, batch_tokens)
+        new_tokens = _batch_tokens(new_runs, schedule, batch_tokens)
         return (
-            prepare_session(with_base_dtype(model, new_runs[0].args.base_dtype), new_runs, batch_tokens=most)
+            prepare_session(with_base_dtype(model, new_runs[0].args.base_dtype), new_runs, batch_tokens=new_tokens)
             .memory()
             .peak_device_bytes
         )
@@ -308,8 +308,8 @@ class PipelineTrainer(Trainer):
 
     def save_due(self) -> bool:
         first_best = not self.state.steps and any(run.state.best_step for run in self.runs)  # best/ has no others
-        every = self.runs[0].args.save_steps
-        return first_best or self.overdue() or (bool(every) and self.step % every == 0)
+        interval = self.runs[0].args.save_steps
+        return first_best or self.overdue() or (bool(interval) and self.step % interval == 0)
 
     def save_epoch(self, run: AdapterRun, number: int) -> None:
         run.save_epoch(self.session, number)

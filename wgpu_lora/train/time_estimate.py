@@ -94,17 +94,17 @@ def project_time(job: Job[Any], events: Events = SILENT) -> Projection:
     epoch = run.stream.epoch(0)
     total = run.stream.total_steps()
     padded = padded_tokens(run.stream, [batch for step in epoch for batch in step]) * total / len(epoch)
-    spent = sum(seconds for _, seconds in steps)
+    elapsed = sum(seconds for _, seconds in steps)
     samples = [sample for step, _ in steps for sample in step.samples]
     timed = sum(padded_tokens(run.stream, step.micro_batches) for step, _ in steps)
-    training = args.target_seconds or spent / timed * padded
+    training = args.target_seconds or elapsed / timed * padded
     compiling = {} if args.target_seconds else {COMPILATION: compilation}  # a target includes it
     stages = {PREPARATION: preparation, **compiling, TRAINING: training}
     if run.stream.objective.precomputes:
         stages[REFERENCE] = reference * sum(len(d.samples) for d in (run.stream.prepared, run.heldout) if d)
     if heldout:  # a target includes those between steps
         stages[HELDOUT] = heldout * (args.eval_on_start + 1 if args.target_seconds else _times(job, total, len(epoch)))
-    return Projection(stages, len(steps), spent, run.stream.processed_tokens(samples), len(samples))
+    return Projection(stages, len(steps), elapsed, run.stream.processed_tokens(samples), len(samples))
 
 
 def _take(job: Job[Any]) -> tuple[float, list[tuple[Step, float]], float]:

@@ -117,10 +117,10 @@ def default_batches(
 
     noun = "row" if members == 1 else "pair"
     note, small = "", f"since the data are small ({count_noun(len(lengths), noun)}, {sum(lengths):,} tokens)"
-    least = math.ceil(1 / weight)
+    minimum = math.ceil(1 / weight)
     if None in sizes and few(accumulation):
         if packing and sizes[2] is None:
-            accumulation = next((n for n in (2, 1) if n >= least and not few(n)), least)
+            accumulation = next((n for n in (2, 1) if n >= minimum and not few(n)), minimum)
             packed = count_noun(max(1, round(accumulation * weight)), "packed batch", "packed batches")
             note = f"{packed} per step, {small}"
         if few(accumulation) and not args.packing:
@@ -135,16 +135,16 @@ def default_batches(
 
 
 def _sizes(
-    rows: int | None, accumulation: int | None, lengths: Sequence[int], most: int, weight: float
+    rows: int | None, accumulation: int | None, lengths: Sequence[int], max_tokens: int, weight: float
 ) -> tuple[int, int]:
-    """Rows per batch and batches per step, as given or else chosen; `most`: maximum tokens of a batch."""
-    longest, least = sorted(lengths), math.ceil(1 / weight)
+    """Rows per batch and batches per step, as given or else chosen; `max_tokens`: maximum tokens of a batch."""
+    longest, minimum = sorted(lengths), math.ceil(1 / weight)
     batch, batches = 1, 1
     for a_step in (min(count, len(lengths)) for count in ROWS):
-        batch = rows or max(1, a_step // max(accumulation or 1, least))
-        while not rows and batch > 1 and sum(longest[-batch:]) > most:
+        batch = rows or max(1, a_step // max(accumulation or 1, minimum))
+        while not rows and batch > 1 and sum(longest[-batch:]) > max_tokens:
             batch //= 2
-        batches = accumulation or max(least, a_step // batch)
+        batches = accumulation or max(minimum, a_step // batch)
         if len(lengths) / (batch * batches) >= FEW:
             break
     return batch, batches

@@ -84,7 +84,7 @@ class Recording:
         """Write what buffers hold, but for zeros, into files of at most FILE_BYTES; returns their names, sizes and
         SHA-256."""
         result: list[dict[str, Any]] = []
-        waiting, at = bytearray(), 0
+        pending, at = bytearray(), 0
 
         def write(data: bytes | bytearray) -> None:
             name = f"weights-{len(result):03}.bin"
@@ -96,12 +96,12 @@ class Recording:
             if values.any():
                 self.buffers[number]["at"] = at
                 at += values.nbytes
-                waiting += values.tobytes()
-            while len(waiting) >= FILE_BYTES:
-                write(waiting[:FILE_BYTES])
-                del waiting[:FILE_BYTES]
-        if waiting:
-            write(waiting)
+                pending += values.tobytes()
+            while len(pending) >= FILE_BYTES:
+                write(pending[:FILE_BYTES])
+                del pending[:FILE_BYTES]
+        if pending:
+            write(pending)
         return result
 
 

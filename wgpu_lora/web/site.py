@@ -258,7 +258,7 @@ class WebModel:
         state = self.engine.state
 
         def step(forward: Step) -> dict[str, Any]:
-            places = {"cache_rows": self._place(forward.cache_rows), "picked": self._place(forward.picked)}
+            places = {"cache_rows": self._place(forward.cache_rows), "picked": self._place(forward.logits_indices)}
             return self._rows(forward.inputs) | places
 
         return {

@@ -179,7 +179,7 @@ class Loading:
         release(self.device, {tensor.storage for tensor in self.scratch.values()})
 
     @contextmanager
-    def running(self, program: Program) -> Iterator[None]:
+    def run(self, program: Program) -> Iterator[None]:
         """Runs a program without temporaries, and releases it on leaving."""
         allocate(self.device, program.persistent_storages())
         program.build(self._arena)
@@ -250,10 +250,10 @@ class PackedForm(Protocol):
     def title(self) -> str:
         """Its name in messages."""
 
-    def quantization_config(self, base_format: str, skipped: Sequence[str] = ()) -> Mapping[str, Any]:
+    def quantization_config(self, base_format: str, skip_modules: Sequence[str] = ()) -> Mapping[str, Any]:
         """The entry of config.json that is written for a model in this format.
 
-        skipped: beginnings of the paths of modules that are not packed, besides the LM head.
+        skip_modules: beginnings of the paths of modules that are not packed, besides the LM head.
         """
 
     @property

@@ -81,16 +81,16 @@ def packed_form(name: str) -> PackedForm:
 
 
 def declare(
-    base_dtype: str, shape: tuple[int, int], tensor: str, shared: Shared, stored: StoredFormats | None
+    base_dtype: str, shape: tuple[int, int], tensor: str, shared: Shared, formats: StoredFormats | None
 ) -> Weight:
     """Declares a frozen matrix [out, in] of a model; it is allocated and filled later.
 
     Args:
-        base_dtype: its format if `stored` is None.
+        base_dtype: its format if `formats` is None.
         tensor: its name in the checkpoint.
-        stored: a checkpoint whose matrices keep the base formats that they are stored in. Others get DEFAULT_FORMAT.
+        formats: a checkpoint whose matrices keep the base formats that they are stored in. Others get DEFAULT_FORMAT.
     """
-    if stored is None:
+    if formats is None:
         return base_format(base_dtype).declare(shape, tensor, shared)
-    kind = base_format(stored.base_format(tensor) or DEFAULT_FORMAT)
-    return kind.declare(shape, tensor, shared, stored.packed(tensor))
+    kind = base_format(formats.base_format(tensor) or DEFAULT_FORMAT)
+    return kind.declare(shape, tensor, shared, formats.packed(tensor))

@@ -83,7 +83,10 @@ class DenseWeight:
             first += part.shape[0]
 
     def stacked(self, siblings: Sequence[Weight], max_binding: int) -> list[DenseWeight] | None:
-        weights = [self, *(other for other in siblings if isinstance(other, DenseWeight) and other.dtype == self.dtype)]
+        weights = [
+            self,
+            *(sibling for sibling in siblings if isinstance(sibling, DenseWeight) and sibling.dtype == self.dtype),
+        ]
         tensors = [weight.parts[0] for weight in weights]
         alike = len(weights) == 1 + len(siblings) and all(len(weight.parts) == 1 for weight in weights)
         if not alike or sum(align(tensor.nbytes) for tensor in tensors) > max_binding:
@@ -116,9 +119,11 @@ class DenseWeight:
         a, scale, kind = matmul_operand(rec, dy, self.out_features, keep=False)
         shape = {"m": dy.size // self.out_features, "n": self.in_features, "a_type": kind, "b_type": self.dtype}
         for first, part in self.row_ranges():
-            rows, more = part.shape[0], accumulate or first > 0
+            rows, accumulate_part = part.shape[0], accumulate or first > 0
             columns = {"a_skip": self.out_features - rows, "a_first": first}
-            rec.dispatch(matmul_nn, a, part, dx, None, None, scale, k=rows, accumulate=more, **columns, **shape)
+            rec.dispatch(
+                matmul_nn, a, part, dx, None, None, scale, k=rows, accumulate=accumulate_part, **columns, **shape
+            )
 
     def storages(self) -> list[Storage]:
         return [part.storage for part in self.parts]
@@ -152,10 +157,10 @@ def _rows_as(source: MatrixSource, name: str, dtype: str, start: int, stop: int)
     if DTYPES.get(source.dtype(name)) == dtype:
         return source.read_raw(name, start, stop)
     values = source.read_f32(name, start, stop)
-    most = MOST.get(dtype, np.inf)
-    if most < np.abs(values).max() < np.inf:  # models.audit reports non-finite values
+    limit = MOST.get(dtype, np.inf)
+    if limit < np.abs(values).max() < np.inf:  # models.audit reports non-finite values
         raise UserError(
-            f"{name} has values beyond {dtype}'s range of {most:,.6g}: use {setting('base_dtype', DEFAULT_FORMAT)} "
+            f"{name} has values beyond {dtype}'s range of {limit:,.6g}: use {setting('base_dtype', DEFAULT_FORMAT)} "
             "or f32."
         )
     with np.errstate(over="ignore"):

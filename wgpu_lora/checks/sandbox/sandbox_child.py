@@ -63,13 +63,13 @@ def _confine(config: dict[str, Any]) -> dict[str, Any]:
     os.environ.clear()  # including what Python itself set
     sys.stdout = sys.stderr  # /dev/null
     limits = _limit(config["cpu"], config["memory"])
-    refused = None
+    filter_error = None
     try:
         seccomp.load()
     except OSError as error:
-        refused = str(error)
+        filter_error = str(error)
     _guard()
-    return {"namespaces": entered, "limits": limits, "filter": refused}
+    return {"namespaces": entered, "limits": limits, "filter": filter_error}
 
 
 def _limit(cpu: int, memory: int) -> list[str]:
@@ -81,8 +81,8 @@ def _limit(cpu: int, memory: int) -> list[str]:
         with suppress(AttributeError, ValueError, OSError):
             kind = getattr(resource, f"RLIMIT_{name}")
             hard = resource.getrlimit(kind)[1]
-            least = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(kind, (least, least))
+            limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(kind, (limit, limit))
             names.append(name)
     return names
 
@@ -133,8 +133,8 @@ def _call(space: dict[str, Any], name: str, args: str, kwargs: str, whole: bool)
     value = space[name](*arguments, **keywords)
     if not whole:
         return plain_data.dump(value)
-    same = plain_data.dump(arguments) == args and plain_data.dump(keywords) == kwargs
-    return plain_data.dump([value, None if same else [arguments, keywords]])
+    is_equal = plain_data.dump(arguments) == args and plain_data.dump(keywords) == kwargs
+    return plain_data.dump([value, None if is_equal else [arguments, keywords]])
 
 
 class _Unusable(str):
@@ -237,7 +237,7 @@ def run(
     except MemoryError:
         return send("failed", "the test ran out of memory")
     except BaseException as error:
-        return send("failed", _where(error, job["test"]) + describe(error).removesuffix("AssertionError: "))
+        return send("failed", _failed_line(error, job["test"]) + describe(error).removesuffix("AssertionError: "))
     if refusals:
         return send("untestable", refusals[0])
     send("passed", "")
@@ -284,7 +284,7 @@ def _change(args: list[Any], after: list[Any]) -> None:
             old.update(new)
 
 
-def _where(error: BaseException, test: str) -> str:
+def _failed_line(error: BaseException, test: str) -> str:
     """The test's line that failed, for a failed assert."""
     trace, number = error.__traceback__, 0
     while trace:

@@ -42,11 +42,11 @@ class TimedOutError(ProcessEnded):
 
 @dataclass(frozen=True)
 class Confinement:
-    """How a process is confined. refused: why it has no seccomp filter, None if it has one."""
+    """How a process is confined. filter_error: why it has no seccomp filter, None if it has one."""
 
     namespaces: Sequence[str]
     limits: Sequence[str]
-    refused: str | None
+    filter_error: str | None
 
     @property
     def missing(self) -> str | None:
@@ -54,19 +54,19 @@ class Confinement:
 
         The filter and the memory limit are required. Namespaces are not, since the filter refuses the same operations.
         """
-        if self.refused:
-            return self.refused
+        if self.filter_error:
+            return self.filter_error
         return None if "AS" in self.limits else "address space cannot be limited"
 
     @property
     def unenforced(self) -> list[str]:
         """The limits that the system does not enforce, of: files, network, other processes, memory. Time always is."""
         places = {"files": "mount", "network": "network", "other processes": "PID"}
-        result = [limit for limit, kind in places.items() if self.refused and kind not in self.namespaces]
+        result = [limit for limit, kind in places.items() if self.filter_error and kind not in self.namespaces]
         return result + ([] if "AS" in self.limits else ["memory"])
 
     def __str__(self) -> str:
-        parts = [] if self.refused else ["a seccomp filter"]
+        parts = [] if self.filter_error else ["a seccomp filter"]
         parts += [f"namespaces ({', '.join(self.namespaces)})"] if self.namespaces else []
         parts += [f"limits ({', '.join(self.limits)})"] if self.limits else []
         return ", ".join([*parts, "a process group, an empty environment and limits of time and output"])
@@ -114,7 +114,7 @@ class SandboxProcess:
         self._writer = threading.Thread(target=self._write, name=LISTENER, daemon=True)
         self._writer.start()
         try:
-            self.confinement = self._started(allow_unconfined)
+            self.confinement = self._wait_for_confinement(allow_unconfined)
         except BaseException:
             self.close()
             raise
@@ -209,7 +209,7 @@ class SandboxProcess:
             return False
         return True
 
-    def _started(self, allow_unconfined: bool) -> Confinement:
+    def _wait_for_confinement(self, allow_unconfined: bool) -> Confinement:
         self._wait_until(START)
         try:
             kind, result = self._hear()

@@ -88,12 +88,12 @@ class GGUFCheckpoint:
             UserError: the file has been truncated since it was opened, or a value of a table is out of F16's range.
             ValueError: the rows are out of range.
         """
-        stored, kind = self._stored_as[name], self._tensors[name].kind
-        if kind in PLAIN and not stored.layout.changes_values:
+        tensor, kind = self._stored_as[name], self._tensors[name].kind
+        if kind in PLAIN and not tensor.layout.changes_values:
             rows = self._rows(name, row_start, row_stop).view("<u4" if kind == Kind.F32 else "<u2")
             return self._shaped(name, rows)
         values = self.read_f32(name, row_start, row_stop)
-        if not stored.table:
+        if not tensor.table:
             return values.view(np.uint32)
         if np.abs(values).max(initial=0) > F16_MAX:
             raise UserError(f"{name} in {self.path} has values beyond F16's range: use another quantisation.")
@@ -151,9 +151,9 @@ class GGUFCheckpoint:
 
     def _shaped(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Rows with the checkpoint's order of columns and shape."""
-        stored = self._stored_as[name]
-        rows = stored.layout.columns_back(rows.reshape(len(rows), *file_shape(stored.shape)[1:]))
-        return np.ascontiguousarray(rows).reshape(-1, *stored.shape[1:])
+        tensor = self._stored_as[name]
+        rows = tensor.layout.columns_back(rows.reshape(len(rows), *file_shape(tensor.shape)[1:]))
+        return np.ascontiguousarray(rows).reshape(-1, *tensor.shape[1:])
 
     def _decoded(self, info: TensorInfo, rows: np.ndarray) -> np.ndarray:
         """float32 [rows, *shape[1:]] of stored rows."""
@@ -167,9 +167,9 @@ class GGUFCheckpoint:
             values = np.empty((len(rows), per_row), np.float32)
             with np.errstate(all="ignore"):  # a damaged scale may be any bits; models.audit reports non-finite values
                 for first in range(0, len(rows), step):
-                    some = rows[first : first + step]
-                    values[first : first + step] = quants.dequantize(some.reshape(1, -1), info.kind).reshape(
-                        len(some), -1
+                    part = rows[first : first + step]
+                    values[first : first + step] = quants.dequantize(part.reshape(1, -1), info.kind).reshape(
+                        len(part), -1
                     )
         return values.reshape(len(rows), *info.shape[1:])
 
@@ -182,11 +182,11 @@ class GGUFCheckpoint:
             raise ValueError(f"rows {start}:{stop} of {name}, which has {count}")
         layout = self._stored_as[name].layout
         if layout.rows is None or start == stop:
-            return self._stored(name, start, stop)
+            return self._raw_rows(name, start, stop)
         places = np.argsort(layout.row_index(count))[start:stop]
-        return read_rows_in_order(partial(self._stored, name), places)
+        return read_rows_in_order(partial(self._raw_rows, name), places)
 
-    def _stored(self, name: str, start: int, stop: int) -> np.ndarray:
+    def _raw_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         info = self._tensors[name]
         row_bytes = info.nbytes // info.shape[0]
         count = (stop - start) * row_bytes
@@ -199,8 +199,8 @@ class GGUFCheckpoint:
 def _checked(header: Header, tensors: Mapping[str, GGUFTensor], passed_over: re.Pattern[str]) -> dict[str, TensorInfo]:
     """The tensors by the model's names. Raises UserError (see `GGUFCheckpoint`)."""
     path, result = header.path, {}
-    for name, stored in tensors.items():
-        stored_name, shape = stored.name, file_shape(stored.shape)
+    for name, tensor in tensors.items():
+        stored_name, shape = tensor.name, file_shape(tensor.shape)
         info = header.tensors.get(stored_name)
         if info is None:
             raise UserError(f"{stored_name} is missing from {path}: download it again, or use another conversion.")
@@ -220,7 +220,7 @@ def _checked(header: Header, tensors: Mapping[str, GGUFTensor], passed_over: re.
                 "quantisation, such as Q8_0 or Q4_K_M."
             )
         result[name] = info
-    names = {stored.name for stored in tensors.values()}
+    names = {tensor.name for tensor in tensors.values()}
     for stored_name in header.tensors:
         if stored_name not in names and not passed_over.fullmatch(stored_name):
             raise UserError(

@@ -57,18 +57,18 @@ class Header:
         text = "an array" if isinstance(value, Array) else f"{value!r:.100}"
         raise UserError(f"{key} in {self.path} is {text}, expected one number: use another model.")
 
-    def strings(self, key: str, most: int) -> Iterator[str] | None:
+    def strings(self, key: str, limit: int) -> Iterator[str] | None:
         """The strings of an array, read lazily, or None if the key is missing.
 
         Raises:
-            UserError: it is not an array of strings, has more than `most`, or exceeds MAX_ARRAY_TEXT bytes.
+            UserError: it is not an array of strings, has more than `limit`, or exceeds MAX_ARRAY_TEXT bytes.
         """
         array = self._array(key)
         if array is None:
             return None
-        if array.kind != STRING or array.count > most or array.nbytes - 8 * array.count > MAX_ARRAY_TEXT:
+        if array.kind != STRING or array.count > limit or array.nbytes - 8 * array.count > MAX_ARRAY_TEXT:
             raise UserError(
-                f"{key} in {self.path} is not an array of at most {most:,} strings of {MAX_ARRAY_TEXT >> 20} MiB: "
+                f"{key} in {self.path} is not an array of at most {limit:,} strings of {MAX_ARRAY_TEXT >> 20} MiB: "
                 "use another conversion of the model."
             )
         return self._iter_strings(key, array)

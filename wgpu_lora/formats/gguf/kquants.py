@@ -135,10 +135,10 @@ def _columns(blocks: np.ndarray, size: int) -> np.ndarray:
     return np.ascontiguousarray(blocks.reshape(-1, size).T)
 
 
-def _halves(values: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Non-negative rows [n, 8] as a half-precision unit [n, 1] and integers up to `most`, both in float32."""
-    unit = _half(values.max(axis=1, keepdims=True) / np.float32(most))
-    return unit, np.minimum(np.rint(np.maximum(values, 0) * _inverse(unit)), np.float32(most))
+def _halves(values: np.ndarray, maximum: int) -> tuple[np.ndarray, np.ndarray]:
+    """Non-negative rows [n, 8] as a half-precision unit [n, 1] and integers up to `maximum`, both in float32."""
+    unit = _half(values.max(axis=1, keepdims=True) / np.float32(maximum))
+    return unit, np.minimum(np.rint(np.maximum(values, 0) * _inverse(unit)), np.float32(maximum))
 
 
 def _half(values: np.ndarray) -> np.ndarray:

@@ -32,13 +32,13 @@ def _quiet_stderr() -> Iterator[None]:
     except OSError:  # it is closed
         yield
         return
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
     try:
         yield
     finally:
         os.dup2(before, 2)
-        os.close(nothing)
+        os.close(devnull)
         os.close(before)
 
 

@@ -27,12 +27,12 @@ def declare_only_used_types(ffi: Any) -> None:
 
     def parse_used_types(text: str) -> Any:
         typedefs = {TYPEDEF + name for name in re.findall(r"\w+", text)}
-        used = {key: type for key, type in declarations.items() if key in typedefs or not key.startswith(TYPEDEF)}
-        parser._declarations = used
+        selection = {key: type for key, type in declarations.items() if key in typedefs or not key.startswith(TYPEDEF)}
+        parser._declarations = selection
         try:
             return parse(text)
         finally:
-            declarations.update(used)  # parsing declares what is new
+            declarations.update(selection)  # parsing declares what is new
             parser._declarations = declarations
 
     parser.parse_type_and_quals = parse_used_types

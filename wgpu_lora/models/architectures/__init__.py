@@ -79,8 +79,8 @@ def load_config(directory: str | Path) -> ModelConfig:
     generation = directory / "generation_config.json"
     if not generation.exists():
         return config
-    more = token_ids(read_json(generation), str(generation))
-    return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
+    generation_ids = token_ids(read_json(generation), str(generation))
+    return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + generation_ids)))
 
 
 def module_names() -> tuple[str, ...]:

@@ -84,8 +84,8 @@ class Gemma(Transformer):
     def windows(cls, d: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
         window, types = window_size(d, where), d.get("layer_types")
         if types is None:
-            every = whole(d, "sliding_window_pattern", where, cls.EVERY)
-            types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+            period = whole(d, "sliding_window_pattern", where, cls.EVERY)
+            types = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers)]
         kinds = layer_types(types, window, layers, where)
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 

@@ -76,8 +76,8 @@ def _rope_of(d: Mapping[str, Any], kind: str, theta: str, default: float, positi
     """The rope parameters of a kind of layers: in rope_parameters by kind or, in earlier files, in separate fields, of
     which rope_scaling is for full attention only. Raises UserError."""
     parameters = d.get("rope_parameters") or {}
-    every = rope_fields({"rope_parameters": parameters}, where)
-    by_kind = {name: value for name, value in every.items() if value is not None}
+    fields = rope_fields({"rope_parameters": parameters}, where)
+    by_kind = {name: value for name, value in fields.items() if value is not None}
     if by_kind and not by_kind.keys() <= {FULL, SLIDING}:
         raise UserError(f"rope_parameters in {where} must be by kind of layer, {FULL} and {SLIDING}: correct the file.")
     result = by_kind.get(kind, {})

@@ -88,17 +88,17 @@ class DeltaGGUF(TransformerGGUF):
             writer.add_uint32(f"{self.name}.{key}", getattr(config, name))
         writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
         writer.add_rope_dimension_sections(_SECTIONS)
-        every = interval(config.linear_layers)
-        if every is None:
+        period = interval(config.linear_layers)
+        if period is None:
             writer.add_array(f"{self.name}.{_RECURRENT}", list(config.linear_layers))
         else:
-            writer.add_full_attention_interval(every)
+            writer.add_full_attention_interval(period)
 
 
 def interval(linear: tuple[bool, ...]) -> int | None:
     """Every how many layers there is one that is no delta net; None if they are in another order."""
-    every = linear.index(False) + 1 if False in linear else len(linear) + 1
-    return every if all(kind == ((layer + 1) % every != 0) for layer, kind in enumerate(linear)) else None
+    period = linear.index(False) + 1 if False in linear else len(linear) + 1
+    return period if all(kind == ((layer + 1) % period != 0) for layer, kind in enumerate(linear)) else None
 
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -217,8 +217,8 @@ def linear_layers(d: Mapping[str, Any], layers: int, where: str) -> tuple[bool, 
     """Which layers are delta nets: layer_types, or all but every full_attention_interval-th. Raises UserError."""
     types = d.get("layer_types")
     if types is None:
-        every = whole(d, "full_attention_interval", where, 4)
-        return tuple((layer + 1) % every != 0 for layer in range(layers))
+        period = whole(d, "full_attention_interval", where, 4)
+        return tuple((layer + 1) % period != 0 for layer in range(layers))
     if not isinstance(types, list) or len(types) != layers:
         raise UserError(f"layer_types in {where} must list {layers} layers (num_hidden_layers): correct the file.")
     for kind in types:

@@ -47,8 +47,8 @@ class SmolLM3(Transformer):
         if types is not None:
             kinds = layer_types(types, window, layers, where)
             return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-        used = window if boolean(d, "use_sliding_window", where) else None
-        return tuple(None if rotated else used for rotated in rotated_layers(d, layers, where))
+        default = window if boolean(d, "use_sliding_window", where) else None
+        return tuple(None if rotated else default for rotated in rotated_layers(d, layers, where))
 
 
 def rotated_layers(d: Mapping[str, Any], layers: int, where: str) -> tuple[bool, ...]:
@@ -56,8 +56,8 @@ def rotated_layers(d: Mapping[str, Any], layers: int, where: str) -> tuple[bool,
     no_rope_layer_interval-th. Raises UserError."""
     flags = d.get("no_rope_layers")
     if flags is None:
-        every = whole(d, "no_rope_layer_interval", where, EVERY)
-        return tuple((layer + 1) % every != 0 for layer in range(layers))
+        period = whole(d, "no_rope_layer_interval", where, EVERY)
+        return tuple((layer + 1) % period != 0 for layer in range(layers))
     if not isinstance(flags, list) or len(flags) != layers or any(item not in (0, 1) for item in flags):
         raise UserError(
             f"no_rope_layers in {where} must list {layers} layers (num_hidden_layers), each 0 or 1: correct the file."

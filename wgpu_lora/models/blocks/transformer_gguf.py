@@ -152,7 +152,7 @@ class TransformerGGUF(GGUFForm[Transformer]):
             return rope
         yarn = {name: self._number(header, f"rope.scaling.{key}") for name, key in _YARN.items()}
         rope |= {name: value for name, value in yarn.items() if value is not None}
-        more = self._number(header, "rope.scaling.attn_factor")
+        attention_factor = self._number(header, "rope.scaling.attn_factor")
         neutral, log = {"yarn_ext_factor": 1}, 0
         if self.log_multiplier:
             log = self._number(header, "rope.scaling.yarn_log_multiplier", 0)
@@ -163,8 +163,10 @@ class TransformerGGUF(GGUFForm[Transformer]):
                 f"{self.name}.rope.scaling.yarn_log_multiplier in {header.path} is {log}, but must not be negative: "
                 "use another conversion of the model."
             )
-        if "attention_factor" not in rope and (more is not None or log) and (factor or 0) > 0:
-            rope["attention_factor"] = (1.0 if more is None else more) * _mscale(factor, 1.0) / _mscale(factor, log)
+        if "attention_factor" not in rope and (attention_factor is not None or log) and (factor or 0) > 0:
+            rope["attention_factor"] = (
+                (1.0 if attention_factor is None else attention_factor) * _mscale(factor, 1.0) / _mscale(factor, log)
+            )
         for key, value in neutral.items():
             if self._number(header, f"rope.scaling.{key}", value) not in (value, -1):
                 raise UserError(f"{self.name}.rope.scaling.{key} in {header.path} is not supported: use another model.")
@@ -255,8 +257,8 @@ class TransformerGGUF(GGUFForm[Transformer]):
         return {_FACTORS: (plain / inv_freq(config)).astype(np.float32)}
 
     def widens_values(self, config: Transformer) -> bool:
-        grouped = config.num_attention_heads != config.num_key_value_heads
-        return config.num_hidden_layers == 80 and (self.name == "qwen2" or (self.name == "llama" and grouped))
+        is_grouped = config.num_attention_heads != config.num_key_value_heads
+        return config.num_hidden_layers == 80 and (self.name == "qwen2" or (self.name == "llama" and is_grouped))
 
 
 def _mscale(factor: float, scale: float) -> float:

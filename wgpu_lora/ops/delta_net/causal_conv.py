@@ -23,8 +23,8 @@ def _before(x: np.ndarray, runs: np.ndarray, back: int, state: np.ndarray | None
     0."""
     before, _, sequence, goes_on = runs.reshape(-1, 4).astype(np.int64).T
     result = np.zeros_like(x)
-    here = np.flatnonzero(before >= back)
-    result[here] = x[here - back]
+    index = np.flatnonzero(before >= back)
+    result[index] = x[index - back]
     if state is not None:
         rows = np.flatnonzero((before < back) & (goes_on != 0))
         result[rows] = state[sequence[rows], state.shape[1] + before[rows] - back]
@@ -110,8 +110,8 @@ def causal_conv_backward(runs: Fixed, dpre: In, weight: Fixed, dx: Out, *, rows:
     dpre, weight, after = dpre.reshape(rows, cols), weight.reshape(cols, taps), runs.reshape(-1, 4)[:, 1]
     dx = np.zeros((rows, cols))
     for ahead in range(taps):
-        here = np.flatnonzero(after > ahead)
-        dx[here] += weight[:, taps - 1 - ahead] * dpre[here + ahead]
+        index = np.flatnonzero(after > ahead)
+        dx[index] += weight[:, taps - 1 - ahead] * dpre[index + ahead]
     return dx
 
 

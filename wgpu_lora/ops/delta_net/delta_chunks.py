@@ -38,11 +38,11 @@ def tiles(capabilities: Capabilities, c: Any) -> list[Tiling]:
     return [Tiling(rows=4)]
 
 
-def over_chunks(columns: Callable[[Any], int], every: bool = True) -> Callable[[Any], Grid]:
+def over_chunks(columns: Callable[[Any], int], per_chunk: bool = True) -> Callable[[Any], Grid]:
     """A lane for four columns of each head, in every chunk or going through all of them."""
 
     def grid(c: Any) -> Grid:
-        return cdiv(c.heads * columns(c) // 4, c.tile.lanes), cdiv(c.rows, CHUNK) if every else 1, 1
+        return cdiv(c.heads * columns(c) // 4, c.tile.lanes), cdiv(c.rows, CHUNK) if per_chunk else 1, 1
 
     return grid
 
@@ -113,12 +113,12 @@ def delta_pairs(
         pairs.append((of_block(x2, x2_of, rows, of), of_block(y2, y2_of, rows, of)))
     decays, betas, result = scalars(decay, rows, of), scalars(beta, rows, of), np.zeros((rows, heads, CHUNK))
     for start, stop in pieces(runs, rows):
-        here, at = slice(start, stop), start % CHUNK
-        dots = sum(np.einsum("ihd,jhd->hij", a[here], b[here]) for a, b in pairs)
-        ratio = decays[here, None, :, 0] - decays[None, here, :, 0]
+        piece, at = slice(start, stop), start % CHUNK
+        dots = sum(np.einsum("ihd,jhd->hij", a[piece], b[piece]) for a, b in pairs)
+        ratio = decays[piece, None, :, 0] - decays[None, piece, :, 0]
         mask = lower(stop - start, strict)[..., None]
-        value = np.where(mask, dots.transpose(1, 2, 0) * np.exp(np.where(mask, ratio, 0)), 0) * betas[here, None, :, 0]
-        result[here, :, at : at + stop - start] = (-value if negative else value).transpose(0, 2, 1)
+        value = np.where(mask, dots.transpose(1, 2, 0) * np.exp(np.where(mask, ratio, 0)), 0) * betas[piece, None, :, 0]
+        result[piece, :, at : at + stop - start] = (-value if negative else value).transpose(0, 2, 1)
     return result
 
 

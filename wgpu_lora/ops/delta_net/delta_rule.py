@@ -168,15 +168,15 @@ class _Block:
         dq, dk, dk_behind = (self.temp(rec, key, name) for name in ("dq", "dk", "dk behind"))
         self._mix(rec, by_p, of.k, dq, key, "key")
         self.dispatch(rec, delta_through, dy, states, of.decay, dq, **of.dims, x_of="value", accumulate=True)
-        some = {name: self.shape[name] for name in ("rows", "first", "heads", "value_heads")}
-        rec.dispatch(delta_scaled, dx, of.beta, of.decay, dk, **some, dim=key, y_of="block")
+        shape = {name: self.shape[name] for name in ("rows", "first", "heads", "value_heads")}
+        rec.dispatch(delta_scaled, dx, of.beta, of.decay, dk, **shape, dim=key, y_of="block")
         self._mix(rec, by_m, of.k, dk, key, "key", accumulate=True)
         self._mix(rec, by_p, of.q, dk_behind, key, "key", transposed=True)
         self._mix(rec, by_m, of.k, dk_behind, key, "key", transposed=True, accumulate=True)
         behind = {"x_of": "block", "behind": True, "accumulate": True}
         self.dispatch(rec, delta_through, new, dstates, of.decay, dk_behind, **of.dims, **behind)
 
-        rec.dispatch(delta_scaled, du, of.beta, None, gradients.v, **some, dim=value, y_of="value")
+        rec.dispatch(delta_scaled, du, of.beta, None, gradients.v, **shape, dim=value, y_of="value")
         rec.dispatch(delta_group_sum, dq, None, gradients.q, **self.shape, dim=key)
         rec.dispatch(delta_group_sum, dk, dk_behind, gradients.k, **self.shape, dim=key)
         sums = self.temp(rec, 2, "sums")
@@ -186,8 +186,8 @@ class _Block:
         flow = rec.temp((chunks, heads), name="flow")
         sizes = {"rows": chunks * heads, "heads": heads, "cols": key * value, "last": chunks - 1}
         rec.dispatch(delta_flow, of.runs, states, dstates, flow, **sizes)
-        rec.dispatch(delta_gates_backward, of.runs, a.a, a.a_log, a.dt_bias, sums, flow, gradients.a, **some)
-        rec.dispatch(delta_beta_gradient, a.b, sums, gradients.b, **some)
+        rec.dispatch(delta_gates_backward, of.runs, a.a, a.a_log, a.dt_bias, sums, flow, gradients.a, **shape)
+        rec.dispatch(delta_beta_gradient, a.b, sums, gradients.b, **shape)
 
     def _mix(self, rec: Recorder, a: Tensor, x: Tensor, y: Tensor, dim: int, x_of: str, **flags: bool) -> None:
         self.dispatch(rec, delta_mix, a, x, None, None, y, dim=dim, x_of=x_of, y_of="block", **flags)
@@ -250,12 +250,12 @@ def gated_delta_rule(
         rec.save_for_backward(states)
 
     def backward() -> None:
-        again = rec.again(q), rec.again(k), rec.again(v)
+        qkv = rec.rematerialize(q), rec.rematerialize(k), rec.rematerialize(v)
         targets = [rec.gradient_target(x) for x in (q, k, v, a, b)]
         assert not any(accumulate for _, accumulate in targets), "an input of the delta rule has another use"
         gradients, decays = _Gradients(*(target for target, _ in targets)), _Decays(a, b, a_log, dt_bias)
         for block, states in zip(blocks, block_states, strict=True):
-            _Block(_Inputs(*again, beta, decay, runs), block.shape).backward(
+            _Block(_Inputs(*qkv, beta, decay, runs), block.shape).backward(
                 rec, states, rec.gradient(y), gradients, decays
             )
 

@@ -29,7 +29,7 @@ NOWHERE = 0xFFFFFFFF
 
 def _grid(c: Any) -> Any:
     """Without queries, all chunks at once."""
-    return over_chunks(lambda c: c.value_dim, every=c.given)(c)
+    return over_chunks(lambda c: c.value_dim, per_chunk=c.given)(c)
 
 
 @kernel("delta/scan.wgsl.j2", grid=_grid, variants=tiles)
@@ -71,17 +71,17 @@ def delta_scan(
         out = of_block(y, "value", rows, of)
     for start, stop in pieces(runs, rows):
         before, after, sequence, goes_on = (int(n) for n in runs.reshape(-1, 4)[start])
-        here, number = slice(start, stop), start // CHUNK
+        piece, number = slice(start, stop), start // CHUNK
         state = np.zeros((heads, key_dim, value_dim))
         if before or (cached and goes_on):
             state = states[sequence if cached else number]
-        new[here] = u[here] - np.einsum("ihd,hdc->ihc", w[here], state)
+        new[piece] = u[piece] - np.einsum("ihd,hdc->ihc", w[piece], state)
         if given:
             continue
-        out[here] = np.einsum("ihd,hdc->ihc", q[here], state) * np.exp(decays[here])
+        out[piece] = np.einsum("ihd,hdc->ihc", q[piece], state) * np.exp(decays[piece])
         total = decays[stop - 1]
         state = np.exp(total)[:, None] * state + np.einsum(
-            "ihd,ihc->hdc", k[here] * np.exp(total - decays[here]), new[here]
+            "ihd,ihc->hdc", k[piece] * np.exp(total - decays[piece]), new[piece]
         )
         if cached and sequence != NOWHERE:
             states[sequence] = state
@@ -90,7 +90,7 @@ def delta_scan(
     return (states, new) if given else (states, new, y)
 
 
-@kernel("delta/scan_backward.wgsl.j2", grid=over_chunks(lambda c: c.value_dim, every=False), variants=tiles)
+@kernel("delta/scan_backward.wgsl.j2", grid=over_chunks(lambda c: c.value_dim, per_chunk=False), variants=tiles)
 def delta_scan_backward(
     runs: Fixed,
     w: In,
@@ -119,14 +119,14 @@ def delta_scan_backward(
     dy, dv = of_block(dy, "value", rows, of), dv.reshape(rows, heads, value_dim).copy()
     for start, stop in reversed(list(pieces(runs, rows))):
         before, after = (int(n) for n in runs.reshape(-1, 4)[start, :2])
-        here, number, gradient = slice(start, stop), start // CHUNK, np.zeros((heads, key_dim, value_dim))
+        piece, number, gradient = slice(start, stop), start // CHUNK, np.zeros((heads, key_dim, value_dim))
         total = decays[stop - 1]
         if start + after > stop:
-            dv[here] += np.einsum("ihd,hdc->ihc", k[here] * np.exp(total - decays[here]), dstates[number])
+            dv[piece] += np.einsum("ihd,hdc->ihc", k[piece] * np.exp(total - decays[piece]), dstates[number])
             gradient = np.exp(total)[:, None] * dstates[number]
         if before:
-            gradient += np.einsum("ihd,ihc->hdc", q[here] * np.exp(decays[here]), dy[here])
-            dstates[number - 1] = gradient - np.einsum("ihd,ihc->hdc", w[here], dv[here])
+            gradient += np.einsum("ihd,ihc->hdc", q[piece] * np.exp(decays[piece]), dy[piece])
+            dstates[number - 1] = gradient - np.einsum("ihd,ihc->hdc", w[piece], dv[piece])
     return dv, dstates
 
 
@@ -214,13 +214,13 @@ def delta_gates_backward(
     """da = dg * -exp(a_log) sigmoid(a + dt_bias), with dg[i] = the sum of sums[..].x over the rows of the same chunk
     and sequence from i on, and the flow behind the chunk."""
     of = block(first, heads, value_heads)
-    result, here = da.copy(), slice(first, first + heads)
+    result, own_heads = da.copy(), slice(first, first + heads)
     decays, flow = sums.reshape(rows, heads, 2)[..., 0].copy(), flow.reshape(-1, heads)
     for start, stop in pieces(runs, rows):
         if start + int(runs.reshape(-1, 4)[start, 1]) > stop:
             decays[stop - 1] += flow[start // CHUNK]
         decays[start:stop] = decays[start:stop][::-1].cumsum(axis=0)[::-1]
-    slope = -np.exp(a_log[here]) / (1 + np.exp(-of_block(a, "value", rows, of)[..., 0] - dt_bias[here]))
+    slope = -np.exp(a_log[own_heads]) / (1 + np.exp(-of_block(a, "value", rows, of)[..., 0] - dt_bias[own_heads]))
     of_block(result, "value", rows, of)[..., 0] = decays * slope
     return result
 

@@ -80,9 +80,9 @@ def clear_gradients(session: Session) -> None:
 def sum_gradients(first: Arrays, rest: Sequence[Arrays]) -> dict[str, np.ndarray]:
     """The sums over all members, in f32 and in this order, so that the same members give the same bits."""
     result = {name: values.copy() for name, values in first.items()}
-    for other in rest:
+    for gradients in rest:
         for name, values in result.items():
-            values += other[name]
+            values += gradients[name]
     return result
 
 

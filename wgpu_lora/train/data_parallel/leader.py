@@ -92,7 +92,7 @@ class DataParallelLeader:
         self._helpers = {number: RemoteWorker(link) for number, link in enumerate(links, 1)}
         self._shares, self._code = LoadBalance(), code
         self._barred: set[int] = set()  # helpers whose values cannot be used
-        self._took: dict[int, float] = {}  # each member's share of the last step
+        self._step_shares: dict[int, float] = {}  # each member's share of the last step
 
     @property
     def problem(self) -> str:
@@ -102,14 +102,14 @@ class DataParallelLeader:
 
     def facts(self) -> dict[str, float]:
         """Of the last step, for the log: the share of its tokens that each member computed."""
-        return {f"share/{member}": round(share, 4) for member, share in self._took.items()}
+        return {f"share/{member}": round(share, 4) for member, share in self._step_shares.items()}
 
     def accumulate(self, session: Session, run: AdapterRun, step: Step) -> None:
         """`Session.begin`, and the losses, metrics and gradients of a step, computed by all ready members."""
         session.begin()
         members = [0, *self.ready()]
         if len(members) == 1:
-            self._took = {0: 1.0}
+            self._step_shares = {0: 1.0}
             for groups in session.with_kl_estimate(run.stream.groups(step, run.slot)):
                 session.accumulate(groups)
             return
@@ -123,20 +123,20 @@ class DataParallelLeader:
         shared.accumulate(spans[0])
         seconds = time.monotonic() - begin
         if tokens[0]:
-            self._shares.took(0, tokens[0], seconds)
+            self._shares.record(0, tokens[0], seconds)
         answers = {}
         for member in helpers:
             patience = self._shares.patience(member, tokens[member], seconds)
             answers[member] = self._helpers[member].answer(begin + patience - time.monotonic())
-        used = self._add(shared, spans, answers)
-        helped = {member: tokens[member] / sum(sizes) for member in used}
-        self._took = {0: 1 - sum(helped.values()), **helped}
+        contributors = self._add(shared, spans, answers)
+        shares = {member: tokens[member] / sum(sizes) for member in contributors}
+        self._step_shares = {0: 1 - sum(shares.values()), **shares}
 
     def ready(self) -> list[int]:
         """The helpers that may be asked now."""
         for member, helper in self._helpers.items():
             if helper.ready() and helper.late:
-                self._shares.took(member, helper.tokens, helper.late.seconds)
+                self._shares.record(member, helper.tokens, helper.late.seconds)
                 helper.late = None
         return [member for member, helper in self._helpers.items() if helper.ready() and member not in self._barred]
 
@@ -165,7 +165,7 @@ class DataParallelLeader:
         gradients = gradient_messages.read_gradients(session)
         for member, answer in answers.items():
             if answer and member in result:
-                self._shares.took(member, self._helpers[member].tokens, answer.seconds)
+                self._shares.record(member, self._helpers[member].tokens, answer.seconds)
             # If the leader's gradients are not finite, the rows are at fault, as the update will report.
             elif answer and gradient_messages.finite(gradients):
                 self._barred.add(member)
@@ -235,7 +235,7 @@ class LoadBalance:
         result = {member: speeds.get(member, usual) for member in members}
         return {member: speed / sum(result.values()) for member, speed in result.items()}
 
-    def took(self, member: int, tokens: int, seconds: float) -> None:
+    def record(self, member: int, tokens: int, seconds: float) -> None:
         """A member has computed a part of this many tokens."""
         self._seconds.setdefault(member, deque(maxlen=RECENT)).append(max(seconds, 1e-9) / max(tokens, 1))
         self._parts.add(member)

@@ -40,8 +40,8 @@ class RemoteWorker:
     """
 
     def __init__(self, link: Link):
-        self._link, self._coming = link, link.ready()
-        self._again: float | None = None  # when it is tried again
+        self._link, self._ready = link, link.ready()
+        self._retry_time: float | None = None  # when it is tried again
         self._answer: Future[bytes] | None = None
         self._begin = 0.0
         self.tokens, self.new = 0, True
@@ -52,11 +52,11 @@ class RemoteWorker:
         """Whether it may be asked: it is there, and has answered everything."""
         if self._answer is not None and self._answer.done():
             self.late = self._take()
-        if self._again is not None and time.monotonic() >= self._again:
-            self._coming, self._again, self.new = self._link.ready(), None, True
-        if self._again is None and self._coming.done() and (error := self._coming.exception()):
+        if self._retry_time is not None and time.monotonic() >= self._retry_time:
+            self._ready, self._retry_time, self.new = self._link.ready(), None, True
+        if self._retry_time is None and self._ready.done() and (error := self._ready.exception()):
             self._lose(error)
-        if self._again is not None or not self._coming.done() or self._answer is not None:
+        if self._retry_time is not None or not self._ready.done() or self._answer is not None:
             return False
         self.problem = ""
         return True
@@ -86,4 +86,4 @@ class RemoteWorker:
             return None
 
     def _lose(self, error: BaseException) -> None:
-        self.problem, self._again = str(error), time.monotonic() + RETRY_SECONDS
+        self.problem, self._retry_time = str(error), time.monotonic() + RETRY_SECONDS

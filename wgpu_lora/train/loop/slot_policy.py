@@ -74,13 +74,13 @@ class PriorityValLoss:
     waited: dict[str, int] = field(default_factory=dict)  # steps since a slot took one; JSON keys are text
 
     def choose(self, live: Sequence[Slot]) -> list[int]:
-        def waiting(run: Slot) -> int:
+        def waited_steps(run: Slot) -> int:
             return self.waited.get(str(run.slot), 0)
 
-        patient = max(live, key=waiting)
-        worst = max(live, key=lambda run: (relative_loss(run), waiting(run)))
-        slot = patient if waiting(patient) >= PATIENCE * len(live) else worst
-        self.waited = {str(s.slot): 0 if s is slot else waiting(s) + 1 for s in live}
+        patient = max(live, key=waited_steps)
+        worst = max(live, key=lambda run: (relative_loss(run), waited_steps(run)))
+        slot = patient if waited_steps(patient) >= PATIENCE * len(live) else worst
+        self.waited = {str(s.slot): 0 if s is slot else waited_steps(s) + 1 for s in live}
         return [slot.slot]
 
 

@@ -99,9 +99,9 @@ class SlotProgress:
         self._epoch = round(step.epoch + (step.index + 1) / len(self.run.stream.epoch(step.epoch)), 4)
         rate, norm = update.learning_rate, report.grad_norm
         self._line = {"loss": loss, "learning_rate": rate, "grad_norm": norm, **metrics}
-        shown = stream.objective.shown
-        if shown is not None:
-            metrics = {name: value for name, value in metrics.items() if name in shown}
+        names = stream.objective.progress_metrics
+        if names is not None:
+            metrics = {name: value for name, value in metrics.items() if name in names}
         self._metrics, self._seconds, self._tokens, self._processed = metrics, seconds, tokens, processed
         self.step = next(self._steps)
 
@@ -116,14 +116,14 @@ class SlotProgress:
         return state.epoch if state.step and not state.index else None
 
     def heldout_due(self) -> bool:
-        state, every = self.run.state, self.run.args.eval_steps or self.eval_steps
-        due = state.step % every == 0 if every else self.epoch_done is not None
-        return self._last() or (due and self.clock.has_time_for(HELD_OUT))
+        state, interval = self.run.state, self.run.args.eval_steps or self.eval_steps
+        is_due = state.step % interval == 0 if interval else self.epoch_done is not None
+        return self._last() or (is_due and self.clock.has_time_for(HELD_OUT))
 
     def checkpoint_due(self, overdue: bool) -> bool:
         """Whether to save after this step, by --save-steps or since one is overdue; the end has one of its own."""
-        state, every = self.run.state, self.run.args.save_steps
-        by_steps = bool(every) and state.step % every == 0
+        state, interval = self.run.state, self.run.args.save_steps
+        by_steps = bool(interval) and state.step % interval == 0
         return (overdue or by_steps) and not self._last() and self.clock.has_time_for(CHECKPOINT)
 
     def _last(self) -> bool:
@@ -306,8 +306,8 @@ class TrainingClock:
         target = self.run.args.target_seconds
         if not target:
             return True
-        took = self.run.state.between_seconds.get(work, UNTIMED_SHARE * target)
-        return self.elapsed() + took + self.run.state.step_seconds / 2 <= target
+        seconds = self.run.state.between_seconds.get(work, UNTIMED_SHARE * target)
+        return self.elapsed() + seconds + self.run.state.step_seconds / 2 <= target
 
     # -- the learning rate of a timed run --------------------------------------------------------------------------
 

@@ -56,13 +56,13 @@ class Trainer:
     requests: Requests = field(default_factory=Requests)
     _stop: threading.Event = field(default_factory=threading.Event)
     _stopped_by_events: bool = False  # whether `events.step` stopped it
-    _saved: float = field(default_factory=time.monotonic)  # when, or when training began
+    _save_time: float = field(default_factory=time.monotonic)  # when, or when training began
     _full: OSError | None = None  # what was written when the disk was full, before the reserve was released
 
     def __post_init__(self) -> None:
         for run in self.runs:
             if run.rollouts:
-                run.rollouts.stopped = self._stop.is_set
+                run.rollouts.should_stop = self._stop.is_set
         self.all = [SlotProgress(run, self.session, self.policy.eval_steps, events=self.events) for run in self.runs]
 
     def train(self) -> dict[int, RunRecord]:
@@ -155,7 +155,7 @@ class Trainer:
         if self.save_due():
             with self.all[0].clock.timed_work(CHECKPOINT):
                 self._write(self.save)
-            self._saved = time.monotonic()
+            self._save_time = time.monotonic()
 
     def save(self) -> None:
         """Save the checkpoint that the run is resumed from."""
@@ -171,8 +171,8 @@ class Trainer:
 
     def overdue(self) -> bool:
         """Whether a checkpoint is due by --save-minutes, and the last one took at most SAVING_SHARE of the time."""
-        minutes, took = self.runs[0].args.save_minutes, self.runs[0].state.between_seconds.get(CHECKPOINT, 0.0)
-        return bool(minutes) and time.monotonic() - self._saved >= max(60 * minutes, took / SAVING_SHARE)
+        minutes, seconds = self.runs[0].args.save_minutes, self.runs[0].state.between_seconds.get(CHECKPOINT, 0.0)
+        return bool(minutes) and time.monotonic() - self._save_time >= max(60 * minutes, seconds / SAVING_SHARE)
 
     def _write(self, write: Callable[[], T]) -> T:
         """Return `write()`. If the disk is full, the reserve is released for it, and the runs end after this step."""

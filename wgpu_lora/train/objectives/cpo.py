@@ -53,21 +53,21 @@ def cpo_scores(
     """losses = `cpo_losses` of the answers' log-probabilities + alpha nll, the chosen answer's share of the mean."""
     kind = "hinge" if hinge else "ipo" if ipo else "simpo" if simpo else "sigmoid"
     factor = group_weights.reshape(size)
-    used = factor != 0
-    x = np.where(used[:, None, None], sums.reshape(size, 2, 2), 0)
+    valid = factor != 0
+    x = np.where(valid[:, None, None], sums.reshape(size, 2, 2), 0)
     spans = members.reshape(size, 2, 2).astype(float)
     rate = 1 / np.maximum(1, spans[:, :, 1] - spans[:, :, 0]) if mean else np.ones((size, 2))
-    logps, shared = rate * x[:, :, 0], np.where(used, shared_values.reshape(size), 0)
+    logps, shared = rate * x[:, :, 0], np.where(valid, shared_values.reshape(size), 0)
     difference, nll = logps[:, 0] - logps[:, 1], -shared * x[:, 0, 1]
     arguments = difference, kind, beta, label_smoothing, gamma
     slope = np.zeros((size, 2, 2))
     slope[:, :, 0] = cpo_slopes(*arguments)[:, None] * rate * (1, -1)
     slope[:, 0, 1] = -alpha * shared
     logged = np.zeros((7, stride))
-    logged[:, :size] = used * np.stack([*(beta * logps.T), difference > 0, beta * difference, *logps.T, nll])
+    logged[:, :size] = valid * np.stack([*(beta * logps.T), difference > 0, beta * difference, *logps.T, nll])
     return (
-        np.where(used[:, None, None], factor[:, None, None] * slope, 0),
-        used * (cpo_losses(*arguments) + alpha * nll),
+        np.where(valid[:, None, None], factor[:, None, None] * slope, 0),
+        valid * (cpo_losses(*arguments) + alpha * nll),
         logged,
     )
 
@@ -89,9 +89,9 @@ class CPO(Pairs):
 
     def idle(self) -> dict[str, str]:
         loss = one_loss(self.loss_type, LOSSES, "cpo")
-        unused = ["simpo_gamma"] if loss != "simpo" else []
-        unused += ["label_smoothing"] if loss not in ("sigmoid", "simpo") else []
-        return dict.fromkeys(unused, unused_by(loss))
+        names = ["simpo_gamma"] if loss != "simpo" else []
+        names += ["label_smoothing"] if loss not in ("sigmoid", "simpo") else []
+        return dict.fromkeys(names, unused_by(loss))
 
     def kernel(self) -> Kernel:
         return cpo_scores

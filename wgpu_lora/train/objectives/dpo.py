@@ -49,7 +49,7 @@ def dpo_slopes(c: Any, r: Any, lengths: Any, weights: dict[str, float], beta: fl
     """The derivatives of `dpo_losses` by c and r, [G, 2], without that of nll."""
     a, b, h = beta * c, beta * r, beta * (c - r)
     mean = c / lengths[:, 0] - r / lengths[:, 1]
-    bell, none = sigmoid(h) * sigmoid(-h), np.zeros_like(h)
+    bell, zeros = sigmoid(h) * sigmoid(-h), np.zeros_like(h)
     with np.errstate(divide="ignore", invalid="ignore"):
         odds = np.log1p(-smoothing) - np.log(smoothing)
         flipped = ((1 - smoothing) * sigmoid(-h) + smoothing * sigmoid(h)) / (1 - 2 * np.float64(smoothing))
@@ -65,10 +65,10 @@ def dpo_slopes(c: Any, r: Any, lengths: Any, weights: dict[str, float], beta: fl
         "sppo_hard": (2 * (c - 0.5 / beta), 2 * (r + 0.5 / beta)),
         "apo_zero": (-beta * sigmoid(a) * sigmoid(-a), beta * sigmoid(b) * sigmoid(-b)),
         "apo_down": (beta * (sigmoid(a) * sigmoid(-a) - bell), beta * bell),
-        "sft": (none, none),
+        "sft": (zeros, zeros),
     }
     return np.stack(
-        [sum(weight * slopes[name][i] for name, weight in weights.items() if weight) + none for i in (0, 1)], 1
+        [sum(weight * slopes[name][i] for name, weight in weights.items() if weight) + zeros for i in (0, 1)], 1
     )
 
 
@@ -82,21 +82,21 @@ def dpo_scores(
     """losses = sum of weight loss(c, r), with c and r the log-ratios to the reference (see `dpo_losses`)."""
     loss_weights = (sigmoid, hinge, ipo, exo_pair, nca_pair, robust, sppo_hard, apo_zero, apo_down, sft)
     weights = dict(zip(LOSSES, loss_weights, strict=True))
-    used = group_weights.reshape(size) != 0
-    x = np.where(used[:, None, None], sums.reshape(size, 2, 2), 0)
-    ratios = x[:, :, 0] - np.where(used[:, None], reference.reshape(size, 2), 0)
+    valid = group_weights.reshape(size) != 0
+    x = np.where(valid[:, None, None], sums.reshape(size, 2, 2), 0)
+    ratios = x[:, :, 0] - np.where(valid[:, None], reference.reshape(size, 2), 0)
     spans = members.reshape(size, 2, 2).astype(float)
     lengths = np.maximum(1, spans[:, :, 1] - spans[:, :, 0])
     c, r = ratios.T
-    shared = np.where(used, shared_values.reshape(size), 0)
+    shared = np.where(valid, shared_values.reshape(size), 0)
     loss = dpo_losses(c, r, lengths, -shared * x[:, 0, 1], weights, beta, label_smoothing) + np.zeros(size)
     slope = np.zeros((size, 2, 2))
     slope[:, :, 0] = dpo_slopes(c, r, lengths, weights, beta, label_smoothing)
     slope[:, 0, 1] = -sft * shared
     logged = np.zeros((6, stride))
-    logged[:, :size] = used * [beta * c, beta * r, c > r, beta * (c - r), x[:, 0, 0], x[:, 1, 0]]
-    factor = np.where(used, group_weights.reshape(size), 0)[:, None, None]
-    return np.where(factor != 0, factor * slope, 0), np.where(used, loss, 0), logged
+    logged[:, :size] = valid * [beta * c, beta * r, c > r, beta * (c - r), x[:, 0, 0], x[:, 1, 0]]
+    factor = np.where(valid, group_weights.reshape(size), 0)[:, None, None]
+    return np.where(factor != 0, factor * slope, 0), np.where(valid, loss, 0), logged
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,11 @@ class DPO(Referenced, Pairs):
                 f"{flag('loss_weights')} has {len(weights)} numbers, but {flag('loss_type')} {len(names)} losses: give "
                 "one for each."
             )
-        for name, (least, most) in SMOOTHED.items():
-            if name in names and not least <= self.label_smoothing <= most:
+        for name, (minimum, maximum) in SMOOTHED.items():
+            if name in names and not minimum <= self.label_smoothing <= maximum:
                 raise UserError(
-                    f"{setting('loss_type', name)} needs a {flag('label_smoothing')} of at least {least:g} and at most "
-                    f"{most:g}, not {self.label_smoothing:g}."
+                    f"{setting('loss_type', name)} needs a {flag('label_smoothing')} of at least {minimum:g} and at "
+                    f"most {maximum:g}, not {self.label_smoothing:g}."
                 )
         return dict(zip(names, weights, strict=True))
 
@@ -175,5 +175,5 @@ class DPO(Referenced, Pairs):
         return [sums, groups.members, groups.reference, groups.weights, groups.shared]
 
     def constants(self) -> dict[str, Any]:
-        unused = dict.fromkeys(LOSSES, 0.0)
-        return {"beta": self.beta, "label_smoothing": self.label_smoothing, **unused, **self.losses}
+        zeros = dict.fromkeys(LOSSES, 0.0)
+        return {"beta": self.beta, "label_smoothing": self.label_smoothing, **zeros, **self.losses}

@@ -37,19 +37,19 @@ def policy_losses(c: Any, a: float, logp: Any, kind: str, epsilons: tuple[float,
     """(Loss of each token without the KL term, its derivative by log c, its derivative by the token's log p where c has
     no gradient, whether c is clipped from below, and from above), given ratios c and the completion's advantage a."""
     low, high = 1 - epsilons[0], 1 + epsilons[1]
-    none = np.zeros_like(c)
+    zeros = np.zeros_like(c)
     if kind == "cispo":
         k = np.minimum(c, epsilons[1]) * a
-        return -k * logp, none, -k, none, (c > epsilons[1]) & (a > 0)
+        return -k * logp, zeros, -k, zeros, (c > epsilons[1]) & (a > 0)
     if kind == "sapo":
         t = temperatures[0] if a > 0 else temperatures[1]
         s = sigmoid(t * (c - 1))
-        return -s * 4 / t * a, -4 * s * (1 - s) * a * c, none, none, none
+        return -s * 4 / t * a, -4 * s * (1 - s) * a * c, zeros, zeros, zeros
     outer, inner = np.minimum(c, delta), np.clip(c, low, high)
-    least = outer * a <= inner * a
-    free = np.where(least, c <= delta, c == inner)
-    loss = -np.where(least, outer, inner) * a
-    return loss, np.where(free, -a * c, 0), none, (outer < low) & (a < 0), (outer > high) & (a > 0)
+    is_outer = outer * a <= inner * a
+    free = np.where(is_outer, c <= delta, c == inner)
+    loss = -np.where(is_outer, outer, inner) * a
+    return loss, np.where(free, -a * c, 0), zeros, (outer < low) & (a < 0), (outer > high) & (a > 0)
 
 
 @kernel("objectives/grpo.wgsl.j2", grid=row_grid(lambda c: c.stride), lib=("logistic",), variants=by_subgroup)
@@ -61,13 +61,13 @@ def grpo_scores(
 ) -> Any:  # fmt: skip
     """weights = derivatives of weight (policy_losses(c) + beta c k3) by -log p, with c = exp(log p - log p of sampling)
     of a token or, with `sequence`, of the completion, and k3 the KL estimate; values [9, g]: the loss and metrics."""
-    top, total, picked, spread = state.reshape(-1, 4).T
+    top, total, target_logits, spread = state.reshape(-1, 4).T
     token_inputs, spans = inputs.reshape(-1, 3), members.reshape(size, 2).astype(int)
     weights, result = weights.copy(), np.zeros((9, stride))
     kind = "cispo" if cispo else "sapo" if sapo else "grpo"
     for g in np.flatnonzero(group_weights.reshape(-1)[:size]):
         w, a, rows = group_weights.reshape(-1)[g], advantages.reshape(-1)[g], slice(*spans[g])
-        logp = rate * (picked[rows] - top[rows]) - np.log(total[rows])
+        logp = rate * (target_logits[rows] - top[rows]) - np.log(total[rows])
         old, reference, mask = token_inputs[rows].T
         count = len(logp)
         drift, x = logp - old, reference - logp
@@ -110,7 +110,7 @@ class GRPO(Objective):
     token_inputs: ClassVar[int] = 3
     metrics: ClassVar[tuple[str, ...]] = METRICS
     maxima: ClassVar[tuple[str, ...]] = (METRICS[-1],)
-    shown: ClassVar[tuple[str, ...]] = ("reward", "reward_std", "completions/mean_length", "entropy", "kl")
+    progress_metrics: ClassVar[tuple[str, ...]] = ("reward", "reward_std", "completions/mean_length", "entropy", "kl")
     learning_rate: ClassVar[float] = 1e-5  # as for preferences; TRL has 1e-6, for all weights
     summed: ClassVar[bool] = False
 
@@ -193,8 +193,8 @@ class GRPO(Objective):
         if self.tools is None:
             result["max_tool_calling_iterations"] = "there are no tools"
         if self.loss not in CLIPPED:
-            unused = ["delta", "epsilon"] + (["epsilon_high"] if self.loss == "sapo" else [])
-            result |= dict.fromkeys(unused, unused_by(self.loss))
+            names = ["delta", "epsilon"] + (["epsilon_high"] if self.loss == "sapo" else [])
+            result |= dict.fromkeys(names, unused_by(self.loss))
         if not self.reference:
             result["reference_adapter"] = f"{setting('beta', 0)} compares with no reference"
         return result

@@ -130,17 +130,17 @@ class KD(Objective):
         return read_header(Path(self.teacher_cache)).top_k if self.teacher_cache else self.teacher_top_k
 
     def idle(self) -> dict[str, str]:
-        unused = (
+        result = (
             {}
             if self.kd_divergence == "jsd"
             else {"kd_beta": f"{setting('kd_divergence', self.kd_divergence)} has none"}
         )
         if self.teacher_cache:
             why = f"the teacher's tokens are those in {flag('teacher_cache')}"
-            unused |= dict.fromkeys(("teacher_adapter", "teacher_base_dtype", "teacher_top_k"), why)
+            result |= dict.fromkeys(("teacher_adapter", "teacher_base_dtype", "teacher_top_k"), why)
         else:
-            unused["eval_teacher_cache"] = f"held-out rows have {flag('teacher')}, too"
-        return unused
+            result["eval_teacher_cache"] = f"held-out rows have {flag('teacher')}, too"
+        return result
 
     def logged(self, totals: Mapping[str, float], units: int) -> dict[str, float]:
         """Cross-entropies at temperature 1 are not known if they have no weight at another one."""
@@ -156,7 +156,7 @@ class KD(Objective):
         has_plain = len(self.temperatures) == 2
         rec.dispatch(
             kd_scores,
-            swept.picked[teacher.ids],
+            swept.support_logits[teacher.ids],
             teacher.logprobs,
             teacher.places,
             scoring.weights,

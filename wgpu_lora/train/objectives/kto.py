@@ -31,20 +31,20 @@ def kto_scores(
 ) -> Any:  # fmt: skip
     """losses = `kto_losses` of the log-ratio to the reference, given the KL term in shared_values."""
     factor = group_weights.reshape(size)
-    used, good = factor != 0, values.reshape(size) > 0
-    logps = np.where(used, sums.reshape(size, 2)[:, 0], 0)
-    x, kl = logps - np.where(used, reference.reshape(size), 0), np.where(used, shared_values.reshape(size), 0)
+    valid, good = factor != 0, values.reshape(size) > 0
+    logps = np.where(valid, sums.reshape(size, 2)[:, 0], 0)
+    x, kl = logps - np.where(valid, reference.reshape(size), 0), np.where(valid, shared_values.reshape(size), 0)
     loss = kto_losses(x, kl, good, beta, (desirable, undesirable))
     h = beta * (x - kl)
     slope = np.zeros((size, 2))
     weight = np.where(good, -desirable, undesirable)
-    slope[:, 0] = np.where(used, factor * weight * beta * sigmoid(h) * sigmoid(-h), 0)
+    slope[:, 0] = np.where(valid, factor * weight * beta * sigmoid(h) * sigmoid(-h), 0)
     logged = np.zeros((7, stride))
     logged[6, :size] = kl
     for i, value in enumerate((beta * x, logps, np.ones(size))):
         for j, mask in enumerate((good, ~good)):
-            logged[2 * i + j, :size] = np.where(used & mask, value, 0)
-    return slope, np.where(used, loss, 0), logged
+            logged[2 * i + j, :size] = np.where(valid & mask, value, 0)
+    return slope, np.where(valid, loss, 0), logged
 
 
 @dataclass(frozen=True)

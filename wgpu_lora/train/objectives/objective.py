@@ -146,10 +146,10 @@ class Scoring:
         return self.groups.ranges if self.groups else self.ranges
 
     def tensors(self) -> list[Tensor]:
-        grouped = vars(self.groups).values() if self.groups else []
+        group_tensors = vars(self.groups).values() if self.groups else []
         taught = vars(self.teacher).values() if self.teacher else []
         own = self.weights, self.ranges, self.values, self.inputs
-        return [tensor for tensor in (*own, *grouped, *taught) if tensor is not None]
+        return [tensor for tensor in (*own, *group_tensors, *taught) if tensor is not None]
 
     def upload(self, device: Device, groups: Sequence[Group], places: Sequence[np.ndarray]) -> None:
         """Fill the tensors. places: [start, stop) among R for each segment of each group."""
@@ -228,7 +228,7 @@ class Objective:
     are prompts, whose completions it samples itself. needs_entropy: whether it
     reads what entropies need of the sweep (`Sweep.states`). token_inputs: numbers that it reads of each token
     (`Group.inputs`). metrics: values logged beside the loss; maxima: those that are largest values and no sums;
-    shown: those that are shown with each step, by default all.
+    progress_metrics: those that are shown with each step, by default all.
     learning_rate: the peak by default, of a model of WIDTH.
     """
 
@@ -244,7 +244,7 @@ class Objective:
     token_inputs: ClassVar[int] = 0
     metrics: ClassVar[tuple[str, ...]] = ()
     maxima: ClassVar[tuple[str, ...]] = ()
-    shown: ClassVar[tuple[str, ...] | None] = None
+    progress_metrics: ClassVar[tuple[str, ...] | None] = None
     learning_rate: ClassVar[float] = 2e-4
 
     @classmethod

@@ -28,22 +28,22 @@ def orpo_scores(
 ) -> Any:  # fmt: skip
     """losses = nll - beta log sigmoid(z), with z the log odds ratio and nll the chosen row's share of the mean."""
     factor = group_weights.reshape(size)
-    used = factor != 0
-    x = np.where(used[:, None, None], sums.reshape(size, 2, 2), -1)
+    valid = factor != 0
+    x = np.where(valid[:, None, None], sums.reshape(size, 2, 2), -1)
     spans = members.reshape(size, 2, 2).astype(float)
     rate = 1 / np.maximum(1, spans[:, :, 1] - spans[:, :, 0])
-    logps, shared = np.minimum(0, rate * x[:, :, 0]), np.where(used, shared_values.reshape(size), 0)
+    logps, shared = np.minimum(0, rate * x[:, :, 0]), np.where(valid, shared_values.reshape(size), 0)
     z, nll = log_odds(logps), -shared * x[:, 0, 1]
     slope = np.zeros((size, 2, 2))
     slope[:, :, 0] = (-beta * sigmoid(-z))[:, None] / np.maximum(-np.expm1(logps), LEAST) * (1, -1) * rate
     slope[:, 0, 1] = -shared
     logged = np.zeros((9, stride))
     difference = logps[:, 0] - logps[:, 1]
-    logged[:, :size] = used * np.stack(
+    logged[:, :size] = valid * np.stack(
         [*(beta * logps.T), difference > 0, beta * difference, *logps.T, nll, log_sigmoid(z), z]
     )
-    weighted = np.where(used[:, None, None], factor[:, None, None] * slope, 0)
-    return weighted, used * (nll - beta * log_sigmoid(z)), logged
+    weighted = np.where(valid[:, None, None], factor[:, None, None] * slope, 0)
+    return weighted, valid * (nll - beta * log_sigmoid(z)), logged
 
 
 @dataclass(frozen=True)

@@ -98,12 +98,12 @@ def unused_by(loss_type: str) -> str:
     return f"{setting('loss_type', loss_type)} does not use it"
 
 
-def one_loss(loss_type: str | None, allowed: Mapping[str, str] | Sequence[str], objective: str) -> str:
+def one_loss(loss_type: str | None, choices: Mapping[str, str] | Sequence[str], objective: str) -> str:
     """The loss type of an objective that takes one; the first by default. Raises UserError."""
-    loss = loss_type or next(iter(allowed))
-    if loss not in allowed:
+    loss = loss_type or next(iter(choices))
+    if loss not in choices:
         raise UserError(
-            f"{flag('loss_type')} must be one of {', '.join(allowed)} for {setting('objective', objective)}, not "
+            f"{flag('loss_type')} must be one of {', '.join(choices)} for {setting('objective', objective)}, not "
             f"{loss!s:.80}."
         )
     return loss

@@ -35,9 +35,9 @@ class RLOO(GRPO):
         return True
 
     def idle(self) -> dict[str, str]:
-        unused = ("loss_type", "delta", "importance_sampling_level", "scale_rewards", "multi_objective_aggregation",
+        names = ("loss_type", "delta", "importance_sampling_level", "scale_rewards", "multi_objective_aggregation",
                   "top_entropy_quantile")  # fmt: skip
-        return super().idle() | dict.fromkeys(unused, f"{setting('objective', 'rloo')} does not use it")
+        return super().idle() | dict.fromkeys(names, f"{setting('objective', 'rloo')} does not use it")
 
     def has_reference(self, group: Group) -> bool:
         return True  # rewards have the KL term, and not the loss

@@ -34,7 +34,7 @@ class Hyper:
 class AdamW:
     """AdamW, with the names and defaults of transformers' TrainingArguments."""
 
-    state: ClassVar[tuple[State, ...]] = (State("first_moment"), State("second_moment", least=0.0))
+    state: ClassVar[tuple[State, ...]] = (State("first_moment"), State("second_moment", minimum=0.0))
     state_class: ClassVar[Any] = PlainState
     Hyper: ClassVar[type] = Hyper
 

@@ -18,7 +18,7 @@ from wgpu_lora.train.optimizers.update_rule import EIGHT_BIT, Page, State
 class AdamW8bit(AdamW):
     state: ClassVar[tuple[State, ...]] = (
         State("first_moment", EIGHT_BIT),
-        State("second_moment", EIGHT_BIT, least=0.0),
+        State("second_moment", EIGHT_BIT, minimum=0.0),
     )
     state_class: ClassVar[Any] = EightBit
 

@@ -24,7 +24,7 @@ BF16_MAX = 3.3895313892515355e38
 
 @dataclass(frozen=True)
 class AdamWBf16(AdamW):
-    state: ClassVar[tuple[State, ...]] = (State("first_moment", "bf16"), State("second_moment", "bf16", least=0.0))
+    state: ClassVar[tuple[State, ...]] = (State("first_moment", "bf16"), State("second_moment", "bf16", minimum=0.0))
 
     def record_check(self, program: Program, page: Page, diverged: Tensor) -> None:
         program.dispatch(adamw_bf16_check, *page.tensors, diverged, blocks=page.blocks)

@@ -113,8 +113,8 @@ def some_records(arrays: Arrays, c: Constants) -> Part | None:
     count, states = c["blocks"], len(c["states"].split())
     if count <= reference_values.PAGE_BLOCKS:
         return None
-    picked = evenly_spaced(count, reference_values.PAGE_BLOCKS)
-    places = arrays["places"].reshape(-1, 4)[picked].astype(np.int64)
+    blocks = evenly_spaced(count, reference_values.PAGE_BLOCKS)
+    places = arrays["places"].reshape(-1, 4)[blocks].astype(np.int64)
     codes, values, moved = [np.zeros(4, np.uint8)], [np.zeros(1, np.float32)], places.copy()
     word, value = 1, 1
     for at, (owner, first_word, first_value, wide) in enumerate(places):
@@ -126,9 +126,9 @@ def some_records(arrays: Arrays, c: Constants) -> Part | None:
             word += code_words(states)
         values.append(arrays["values"][first_value:][: record_values(states, bool(wide))])
         value += values[-1].size
-    part = select_rows(arrays, "params grads diverged", count, picked)
+    part = select_rows(arrays, "params grads diverged", count, blocks)
     part |= {"codes": np.concatenate(codes), "values": np.concatenate(values)}
-    return {**part, "places": moved.astype(np.uint32)}, {**c, "blocks": picked.size}
+    return {**part, "places": moved.astype(np.uint32)}, {**c, "blocks": blocks.size}
 
 
 ABSMAX = "_absmax"  # after the name of a state: the scales of its codes, as bitsandbytes calls them
@@ -204,36 +204,36 @@ class EightBit:
                     result[name + ABSMAX] = numbers[:, at].reshape(-1).copy()
         return result
 
-    def fault(self, slot: int, stored: Mapping[str, np.ndarray]) -> str | None:
+    def fault(self, slot: int, arrays: Mapping[str, np.ndarray]) -> str | None:
         expected: dict[str, tuple[type, tuple[int, ...], float | None]] = {}
         for record in self._records(slot):
             for state in self.states:
                 name, shape = f"{record.name}.{state.name}", record.place.stored_shape
-                expected[name] = (np.float32, shape, state.least) if record.wide else (np.uint8, shape, None)
+                expected[name] = (np.float32, shape, state.minimum) if record.wide else (np.uint8, shape, None)
                 if not record.wide:
                     expected[name + ABSMAX] = np.float32, (QUARTERS * record.place.blocks,), 0.0
-        if set(stored) != set(expected):
+        if set(arrays) != set(expected):
             return ANOTHER
-        for name, (dtype, sizes, least) in expected.items():
-            if wrong := wrong_values(name, stored[name], dtype, sizes, least):
+        for name, (dtype, sizes, minimum) in expected.items():
+            if wrong := wrong_values(name, arrays[name], dtype, sizes, minimum):
                 return wrong
         return None
 
-    def write(self, device: Device, slot: int, stored: Mapping[str, np.ndarray]) -> None:
+    def write(self, device: Device, slot: int, arrays: Mapping[str, np.ndarray]) -> None:
         for record in self._records(slot):
             place, count = record.place, len(self.states)
             codes = np.zeros((place.blocks, count, BLOCK), np.uint8)
             values = np.zeros((place.blocks, count, record_values(1, record.wide)), np.float32)
             for at, state in enumerate(self.states):
                 name = f"{record.name}.{state.name}"
-                if name not in stored:
+                if name not in arrays:
                     continue
                 zero = 0 if record.wide else zero_code(SIGNED[at])
-                whole = laid_out(place, stored[name], zero).reshape(-1)
+                whole = laid_out(place, arrays[name], zero).reshape(-1)
                 padding = np.full(place.blocks * BLOCK - whole.size, zero, whole.dtype)
                 (values if record.wide else codes)[:, at] = np.concatenate([whole, padding]).reshape(-1, BLOCK)
                 if not record.wide:
-                    values[:, at] = stored[name + ABSMAX].reshape(-1, QUARTERS)
+                    values[:, at] = arrays[name + ABSMAX].reshape(-1, QUARTERS)
             code_page, value_page, _ = self.pages[place.page]
             device.write(value_page.storage.buffer, values, 4 * record.value)
             if not record.wide:

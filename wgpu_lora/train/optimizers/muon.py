@@ -42,10 +42,10 @@ PART = select_blocks("grads momentum block_owners direction", BLOCK)
 
 def moments(grads: Any, momentum: Any, block_owners: Any, hyper: Any, report: Any) -> tuple[Any, Any, Any, Any]:
     """(whether it has an owner, whether it is updated, new momentum, direction) of each value."""
-    used, go, h, factor = slot_blocks(Hyper, block_owners, hyper, report, grads.size)
+    has_owner, go, h, factor = slot_blocks(Hyper, block_owners, hyper, report, grads.size)
     g = grads * factor
     m = momentum + h.rest * (g - momentum)
-    return used, go, m, np.where(h.nesterov != 0, g + h.momentum * (m - g), m)
+    return has_owner, go, m, np.where(h.nesterov != 0, g + h.momentum * (m - g), m)
 
 
 @kernel(
@@ -72,8 +72,8 @@ def muon_direction(
 )
 def muon_momentum(grads: InOut, momentum: InOut, block_owners: Fixed, hyper: Fixed, report: In, *, size: U32) -> Any:
     """m' = m + (1 - momentum) (g - m); zeroes gradients and skips gated slots."""
-    used, go, m, _ = moments(grads, momentum, block_owners, hyper, report)
-    return np.where(used, 0.0, grads), np.where(go, m, momentum)
+    has_owner, go, m, _ = moments(grads, momentum, block_owners, hyper, report)
+    return np.where(has_owner, 0.0, grads), np.where(go, m, momentum)
 
 
 def vectors(values: Any, home: Any, rank: int) -> np.ndarray:

@@ -26,14 +26,14 @@ QUANT_BLOCK = 256
 class State:
     """A tensor that an optimizer keeps between steps, zero at first: `values` of `dtype` per BLOCK parameters.
 
-    dtype: of the device's tensors, or EIGHT_BIT. least: the smallest value that is valid in a checkpoint; 8-bit codes
+    dtype: of the device's tensors, or EIGHT_BIT. minimum: the smallest value that is valid in a checkpoint; 8-bit codes
         have no sign if it is 0.
     """
 
     name: str
     dtype: str = "f32"
     values: int = BLOCK
-    least: float | None = None
+    minimum: float | None = None
 
     def __post_init__(self) -> None:
         assert self.dtype == EIGHT_BIT or self.block_bytes % 4 == 0, "a slot's part must begin at a whole word"
@@ -124,12 +124,12 @@ def slot_blocks(
 ) -> tuple[np.ndarray, np.ndarray, SimpleNamespace, np.ndarray]:
     """(whether it has an owner, whether it is updated, its Hyper, its clipping factor) of each of `size` values."""
     owner = np.repeat(block_owners.astype(np.int64), BLOCK)[:size]
-    used = owner != NO_OWNER
-    owner = np.where(used, owner, 0)
+    has_owner = owner != NO_OWNER
+    owner = np.where(has_owner, owner, 0)
     columns = struct_columns(record, hyper)
     by_value = {name: getattr(columns, name)[owner] for name in struct_fields(record)}
     _, factor, fine, _ = report.reshape(-1, 4)[owner // 2].T
-    return used, used & (fine != 0), SimpleNamespace(**by_value), factor
+    return has_owner, has_owner & (fine != 0), SimpleNamespace(**by_value), factor
 
 
 def apply_update(
@@ -143,10 +143,10 @@ def apply_update(
     report: Any,
 ) -> tuple[Any, ...]:
     """(parameters, gradients, states...) after an update."""
-    used, go, h, factor = slot_blocks(record, block_owners, hyper, report, params.size)
+    has_owner, go, h, factor = slot_blocks(record, block_owners, hyper, report, params.size)
     new = moved(h, params, grads * factor, *states)
     params, *new_states = (np.where(go, now, old) for now, old in zip(new, (params, *states), strict=False))
-    return params, np.where(used, 0, grads), *new_states
+    return params, np.where(has_owner, 0, grads), *new_states
 
 
 def find_diverged(
@@ -185,25 +185,27 @@ class OptimizerState(Protocol):
     def read(self, device: Device, slot: int) -> Arrays:
         """A slot's state by name, as it is stored in checkpoints."""
 
-    def fault(self, slot: int, stored: Mapping[str, np.ndarray]) -> str | None:
+    def fault(self, slot: int, arrays: Mapping[str, np.ndarray]) -> str | None:
         """Why a slot's stored state cannot be loaded; None if it can."""
 
-    def write(self, device: Device, slot: int, stored: Mapping[str, np.ndarray]) -> None:
-        """Upload a slot's state as `read` returned it; what is missing in `stored` becomes zero."""
+    def write(self, device: Device, slot: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Upload a slot's state as `read` returned it; what is missing in `arrays` becomes zero."""
 
     def fill(self, device: Device, rng: np.random.Generator) -> None:
         """Fill it with random values, as after some steps."""
 
 
-def wrong_values(name: str, values: np.ndarray, dtype: type, shape: tuple[int, ...], least: float | None) -> str | None:
+def wrong_values(
+    name: str, values: np.ndarray, dtype: type, shape: tuple[int, ...], minimum: float | None
+) -> str | None:
     """Why an array of a checkpoint is invalid; None if it is valid."""
     if values.dtype != dtype or values.shape != shape:
         return f"{name} is {values.dtype} {list(values.shape)}, expected {np.dtype(dtype)} {list(shape)}"
     numbers = as_float64(values)
     if not np.isfinite(numbers).all():
         return f"{name} has values that are not finite"
-    if least is not None and (numbers < least).any():
-        return f"{name} has values below {least:g}"
+    if minimum is not None and (numbers < minimum).any():
+        return f"{name} has values below {minimum:g}"
     return None
 
 
@@ -248,24 +250,24 @@ class PlainState:
                 result[name] = values.reshape(place.blocks, state.values).copy()
         return result
 
-    def fault(self, slot: int, stored: Mapping[str, np.ndarray]) -> str | None:
+    def fault(self, slot: int, arrays: Mapping[str, np.ndarray]) -> str | None:
         expected = {
             name: (state, place.stored_shape if state.by_parameter else (place.blocks, state.values))
             for state in self.states
             for name, place in self._places(state, slot).items()
         }
-        if set(stored) != set(expected):
+        if set(arrays) != set(expected):
             return ANOTHER
         for name, (state, shape) in expected.items():
-            if wrong := wrong_values(name, stored[name], NUMPY[state.dtype], shape, state.least):
+            if wrong := wrong_values(name, arrays[name], NUMPY[state.dtype], shape, state.minimum):
                 return wrong
         return None
 
-    def write(self, device: Device, slot: int, stored: Mapping[str, np.ndarray]) -> None:
+    def write(self, device: Device, slot: int, arrays: Mapping[str, np.ndarray]) -> None:
         for at, state in enumerate(self.states):
             pages = [page[at] for page in self.pages]
             for name, place in self._places(state, slot).items():
-                values = stored.get(name)
+                values = arrays.get(name)
                 if values is None:
                     values = np.zeros(place.blocks * state.values, NUMPY[state.dtype])
                 elif state.by_parameter:
@@ -274,10 +276,10 @@ class PlainState:
 
     def fill(self, device: Device, rng: np.random.Generator) -> None:
         for at, state in enumerate(self.states):
-            draw = rng.standard_normal if state.least is None else rng.random
+            draw = rng.standard_normal if state.minimum is None else rng.random
             for page in self.pages:
                 floats = state.dtype in ("f32", "bf16")
                 values = draw(page[at].shape, np.float32) if floats else np.zeros(page[at].shape, np.float32)
-                values = (values + (state.least or 0)).astype(np.float32)
+                values = (values + (state.minimum or 0)).astype(np.float32)
                 bits = values.view(np.uint32) >> 16 if state.dtype == "bf16" else values
                 device.write(page[at].storage.buffer, bits.astype(NUMPY[state.dtype]))

@@ -125,8 +125,8 @@ class TrainingArguments(RewardOptions, DistillationOptions, PreferenceOptions, G
         check_initialisation(self.init_lora_weights, self.lora_r, self.use_dora, self.init_adapter)
         check_heldout(self)
         if self.lr_scheduler_min > 0 and self.lr_scheduler_min > self.rate:
-            peak, least = setting("learning_rate", self.rate), setting("lr_scheduler_min", self.lr_scheduler_min)
-            raise UserError(f"{least} is more than the peak, {peak}: give a smaller one.")
+            peak, minimum = setting("learning_rate", self.rate), setting("lr_scheduler_min", self.lr_scheduler_min)
+            raise UserError(f"{minimum} is more than the peak, {peak}: give a smaller one.")
         if self.objective != "sft":
             from_options(OBJECTIVES[self.objective], self, "objective")  # checks options that depend on each other
         self.budget()
@@ -225,13 +225,13 @@ def from_values(
     return replace(base, **explicit)
 
 
-def named(values: Mapping[str, Any], where: str, *more: str) -> dict[str, Any]:
-    """Values by the names of options, or by those in `more`. Raises UserError, like `from_values`."""
-    return real_names(values, [*(f.name for f in fields(TrainingArguments)), *more], where)
+def named(values: Mapping[str, Any], where: str, *extra: str) -> dict[str, Any]:
+    """Values by the names of options, or by those in `extra`. Raises UserError, like `from_values`."""
+    return real_names(values, [*(f.name for f in fields(TrainingArguments)), *extra], where)
 
 
 def _typed(name: str, value: Any, parts: list[str], where: str) -> Any:
-    allowed: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
+    types: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
     if name in LISTS and isinstance(value, list | tuple):
         value = ",".join(map(str, value))
     if name == "device" and type(value) is int:
@@ -243,7 +243,7 @@ def _typed(name: str, value: Any, parts: list[str], where: str) -> Any:
     if value is None and "None" in parts:
         return None
     fits = any(
-        isinstance(value, allowed[p]) and (p == "bool" or not isinstance(value, bool)) for p in parts if p != "None"
+        isinstance(value, types[p]) and (p == "bool" or not isinstance(value, bool)) for p in parts if p != "None"
     )
     if not fits:
         kind = " or ".join(TYPES[part] for part in parts if part != "None")

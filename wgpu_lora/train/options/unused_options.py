@@ -62,8 +62,8 @@ def idle_options(args: TrainingArguments) -> list[tuple[str, str]]:
         say((option,), True, why)
     for name, kinds in (("optim", OPTIMIZERS), ("objective", OBJECTIVES)):
         choice: str = getattr(args, name)
-        read, every = _options(kinds[choice]), {option for kind in kinds.values() for option in _options(kind)}
-        say(sorted(every - read), True, f"{setting(name, choice)} does not use it")
+        own, all_options = _options(kinds[choice]), {option for kind in kinds.values() for option in _options(kind)}
+        say(sorted(all_options - own), True, f"{setting(name, choice)} does not use it")
     return result
 
 

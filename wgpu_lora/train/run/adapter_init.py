@@ -56,7 +56,7 @@ def initial_adapter(
         check_manifest(Path(args.init_adapter), storage)
     source = resumed or args.init_adapter
     if source:
-        loaded, matrices = read_adapter_for(config, source, contents=storage.file_contents(Path(source)))
+        adapter_config, matrices = read_adapter_for(config, source, contents=storage.file_contents(Path(source)))
         for module, parts in matrices.items():
             if max(np.abs(part).max(initial=0) for part in parts) > MAX_PARAMETER:
                 raise UserError(
@@ -64,10 +64,10 @@ def initial_adapter(
                     "diverged, so start from another."
                 )
         if resumed and offsets(args.init_lora_weights):
-            loaded = halve_rank(loaded, args.lora_alpha)
-        args = _with_adapter_options(args, loaded, matrices, str(source), config)
+            adapter_config = halve_rank(adapter_config, args.lora_alpha)
+        args = _with_adapter_options(args, adapter_config, matrices, str(source), config)
         base = base_name(args.model or "demo")
-        return args, replace(loaded, lora_dropout=args.lora_dropout, base_model_name_or_path=base), matrices
+        return args, replace(adapter_config, lora_dropout=args.lora_dropout, base_model_name_or_path=base), matrices
     adapter = AdapterConfig(
         r=args.lora_r,
         lora_alpha=args.lora_alpha,
@@ -91,7 +91,7 @@ def check_manifest(directory: Path, storage: CheckpointStore = PLAIN_FILES) -> N
 
 
 def _with_adapter_options(
-    args: TrainingArguments, loaded: AdapterConfig, matrices: Matrices, source: str, config: ModelConfig
+    args: TrainingArguments, adapter_config: AdapterConfig, matrices: Matrices, source: str, config: ModelConfig
 ) -> TrainingArguments:
     """The options with the adapter's rank, alpha and target modules in place of defaults."""
     kinds = {module.rpartition(".")[2] for module in matrices}
@@ -99,10 +99,10 @@ def _with_adapter_options(
     same_targets = {module.rpartition(".")[2] for module in paths} == kinds
     targets = ALL if set(matrices) == set(config.lora_modules) else ",".join(shortest(matrices, config))
     has: dict[str, Any] = {
-        "lora_r": loaded.r,
-        "lora_alpha": loaded.lora_alpha,
-        "use_rslora": loaded.use_rslora,
-        "use_dora": loaded.use_dora,
+        "lora_r": adapter_config.r,
+        "lora_alpha": adapter_config.lora_alpha,
+        "use_rslora": adapter_config.use_rslora,
+        "use_dora": adapter_config.use_dora,
         "target_modules": args.target_modules if same_targets else targets,
     }
     default = TrainingArguments()
@@ -160,7 +160,7 @@ def initial_matrices(
 def read_weight(model: LoadedModel, name: str, residual: bool = False) -> np.ndarray:
     """A matrix [out, in] as its file has it, f32, or what quantising it has taken away."""
     source = model.checkpoint
-    on_device = next(weight for other, weight in model.decoder.matrices() if other == name)
+    on_device = next(weight for key, weight in model.decoder.matrices() if key == name)
     if source.packed(name):
         return on_device.values(model.device)
     return source.read_f32(name) - on_device.values(model.device) if residual else source.read_f32(name)
@@ -211,11 +211,11 @@ def to_peft(device: Device, adapters: AdapterSet, slot: int, config: AdapterConf
     if not (adapters.offset and adapters.specs[slot].offset):
         return matrices, config
     offset = adapters.offset.read(device, slot)
-    joined = {
+    result = {
         module: (np.concatenate([a, offset[module][0]]), np.concatenate([b, offset[module][1]], axis=1))
         for module, (a, b) in matrices.items()
     }
-    return joined, double_rank(config)
+    return result, double_rank(config)
 
 
 def from_peft(matrices: Matrices, adapters: AdapterSet, slot: int) -> tuple[Matrices, Matrices | None]:
@@ -235,8 +235,8 @@ class FrozenAdapter:
 def frozen_adapter(path: str | Path, config: ModelConfig) -> FrozenAdapter:
     """Read an adapter. Raises UserError if it cannot be read, is damaged or does not fit the model."""
     check_manifest(Path(path))
-    loaded, matrices = read_adapter_for(config, path)
-    spec, digest = SlotSpec.of(loaded, matrices), hashlib.sha256()
+    adapter_config, matrices = read_adapter_for(config, path)
+    spec, digest = SlotSpec.of(adapter_config, matrices), hashlib.sha256()
     for module in sorted(matrices):
         digest.update(f"{module} {spec.scaling[module]!r}".encode())
         for matrix in matrices[module]:
@@ -254,8 +254,8 @@ def check_reference_base(path: str | Path, model: str, digest: str) -> None:
     except UserError:
         return
     name = read_adapter(path)[0].base_model_name_or_path or ""
-    other = bool(name) and Path(name).name != Path(base_name(model)).name
-    if other and isinstance(trained_on, str) and trained_on != digest:
+    differs = bool(name) and Path(name).name != Path(base_name(model)).name
+    if differs and isinstance(trained_on, str) and trained_on != digest:
         raise UserError(
             f"The reference adapter {path} was trained on another base model, {name!s:.200}, not on {model}: use that "
             "model, or another reference."

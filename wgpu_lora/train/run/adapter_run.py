@@ -49,7 +49,7 @@ LOGGING_STEPS, SHORT = 10, 100  # runs of at most SHORT steps log every step
 class Tracking:
     """Reports of a run in training; by default none (`run_tracking` has those of recorded runs)."""
 
-    def started(self) -> None:
+    def start(self) -> None:
         """The run's adapter is loaded, and its directory is locked for it."""
 
     def hardware(self) -> dict[str, float]:
@@ -105,9 +105,9 @@ class AdapterRun:
 
     def logs(self, step: int, heldout: bool) -> bool:
         """Whether a step is logged; those with a held-out loss and the last of a planned number always are."""
-        every = self.args.logging_steps or (1 if self.state.total_steps <= SHORT else LOGGING_STEPS)
+        interval = self.args.logging_steps or (1 if self.state.total_steps <= SHORT else LOGGING_STEPS)
         last = not self.args.target_seconds and step >= self.state.total_steps  # else `Progress.close` logs it
-        return heldout or step % every == 0 or last
+        return heldout or step % interval == 0 or last
 
     def identity(self) -> dict[str, Any]:
         """The fields that must match when the run is resumed, and the planned length."""
@@ -158,10 +158,10 @@ class AdapterRun:
             raise no_checkpoint_error(self.directory)
         self.state, before = run_checkpoint.check(self.resumed_from, self.storage)
         now = self.identity()
-        began = TrainingArguments().as_dict() | before["options"]  # an older version may lack some
+        old_options = TrainingArguments().as_dict() | before["options"]  # an older version may lack some
         for name, value in now["options"].items():
-            if name not in LENGTH_OPTIONS and began[name] != value:
-                raise option_changed_error(name, began[name], value)
+            if name not in LENGTH_OPTIONS and old_options[name] != value:
+                raise option_changed_error(name, old_options[name], value)
         model = self.args.model
         if before["data"] != now["data"]:
             raise UserError(
@@ -220,8 +220,8 @@ class AdapterRun:
         self.log = Log(self.directory / training_log.LOG, resumed)
         if self.rollouts and self.storage is PLAIN_FILES:
             samples = Log(self.directory / training_log.COMPLETIONS, resumed, training_log.completion_entry)
-            self.rollouts.shown = lambda sample: samples.write({"step": self.state.step + 1, **sample})
-        self.tracking.started()
+            self.rollouts.on_sample = lambda sample: samples.write({"step": self.state.step + 1, **sample})
+        self.tracking.start()
 
     def _restore_completions(self, place: Path) -> None:
         """Read the completions that the next step trains on, if it is amid a phase. Raises UserError if they are
@@ -271,8 +271,8 @@ class AdapterRun:
         """The learning rate of the next step of a run without --target-seconds, whose rate its clock knows."""
         args, start = self.args, self.state.schedule_start
         step, total = self.state.step - start, self.state.total_steps - start
-        kind, least, warmup = args.lr_scheduler_type, args.lr_scheduler_min, self.warmup(total)
-        return learning_rate(kind, args.rate, step, total, warmup, least)
+        kind, minimum, warmup = args.lr_scheduler_type, args.lr_scheduler_min, self.warmup(total)
+        return learning_rate(kind, args.rate, step, total, warmup, minimum)
 
     def before_step(self, session: Session) -> None:
         """Called before the passes of the next step, and before a held-out loss."""
@@ -309,11 +309,11 @@ class AdapterRun:
 
     def checkpoint_files(self, session: Session) -> dict[str, bytes]:
         facts = {"identity": self.identity(), "metadata": self.metadata()}
-        more, stream, state = dict[str, bytes](), self.stream, self.state
+        extra_files, stream, state = dict[str, bytes](), self.stream, self.state
         phase = stream.phase if isinstance(stream, RolloutStream) and state.index % stream.phase_steps else None
         if phase:  # its other steps train on what an earlier adapter sampled
-            more[PHASE] = to_json(phase.as_dict()).encode()
-        return run_checkpoint.checkpoint_files(session, self.slot, self.subject, state, facts, more)
+            extra_files[PHASE] = to_json(phase.as_dict()).encode()
+        return run_checkpoint.checkpoint_files(session, self.slot, self.subject, state, facts, extra_files)
 
     def fall_back(self, session: Session) -> None:
         """Load the newest checkpoint from before the update that ruined the adapter, else the initial adapter.

@@ -91,9 +91,9 @@ def card(record: RunRecord, auto_class: str = ModelConfig.AUTO_CLASS) -> str:
     model, device = options.model or "demo", environment.device
     base = hub_id(model)
     name = base or Path(model).name
-    unused = {*OWN, *(name for name, _ in idle_options(options))}
+    omissions = {*OWN, *(name for name, _ in idle_options(options))}
     option_values = replace(options, learning_rate=options.rate).as_dict()
-    used = {name: value for name, value in option_values.items() if name not in unused and value is not None}
+    shown_values = {name: value for name, value in option_values.items() if name not in omissions and value is not None}
     is_base = options.train == "quant-scales"
     head = header(base, *((None, ["wgpu-lora"]) if is_base else ("peft", ["lora", "wgpu-lora"])))
     return f"""{head}
@@ -116,7 +116,7 @@ Trained with wgpu-lora {environment.versions["wgpu-lora"]} on {device.name}
 {_better(record)}
 ## Options
 
-{table({name: _shown(name, value) for name, value in used.items()})}
+{table({name: _display_value(name, value) for name, value in shown_values.items()})}
 
 ## Digests
 
@@ -186,7 +186,7 @@ def _digests(record: RunRecord) -> dict[str, str]:
     }
 
 
-def _shown(name: str, value: Any) -> Any:
+def _display_value(name: str, value: Any) -> Any:
     return hub_id(str(value)) or Path(str(value)).resolve().name if name in PATHS else value
     # only the last part of local paths; '.' is resolved to a name
 

@@ -95,9 +95,9 @@ def read_pipeline_state(directory: Path) -> PipelineState:
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
     """The most relevant difference between two identities, as text."""
-    then, current = ([adapter["name"] for adapter in of.get("adapters", [])] for of in (before, now))
-    if then != current:
-        return f"its adapters were {', '.join(then)}, not {', '.join(current)}"
+    previous, current = ([adapter["name"] for adapter in of.get("adapters", [])] for of in (before, now))
+    if previous != current:
+        return f"its adapters were {', '.join(previous)}, not {', '.join(current)}"
     for old, new in zip(before["adapters"], now["adapters"], strict=True):
         result = next((key for key in new if old.get(key) != new[key]), None)
         if result:

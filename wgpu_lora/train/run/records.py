@@ -195,8 +195,8 @@ class RunRecord:
 
     def __repr__(self) -> str:
         losses = {"loss": self.loss, "eval_loss": self.eval_loss}
-        shown = "".join(f", {name}={value:.4f}" for name, value in losses.items() if value is not None)
-        return f"RunRecord(stop_reason={self.stop_reason!r}, steps={self.steps}{shown}, output={self.options.output!r})"
+        text = "".join(f", {name}={value:.4f}" for name, value in losses.items() if value is not None)
+        return f"RunRecord(stop_reason={self.stop_reason!r}, steps={self.steps}{text}, output={self.options.output!r})"
 
     def __getitem__(self, name: str) -> Any:
         """Access by key, like the dict that version 0.1.0 returned; to be removed in the next version."""

@@ -82,8 +82,8 @@ def resolve_recorded_path(began_in: Any, path: Any) -> Any:
     """
     if not isinstance(path, str) or not isinstance(began_in, str) or os.path.exists(path):
         return path
-    there = os.path.join(began_in, path)
-    return there if os.path.exists(there) else path
+    absolute = os.path.join(began_in, path)
+    return absolute if os.path.exists(absolute) else path
 
 
 def no_checkpoint_error(directory: Path) -> UserError:
@@ -127,22 +127,22 @@ def recorded_rate(args: TrainingArguments, storage: CheckpointStore = PLAIN_FILE
     return planned_options(identity["options"], args, newest, storage).learning_rate
 
 
-def resumed_total_steps(state: RunState, planned: TrainingArguments, stream: DataStream) -> int:
+def resumed_total_steps(state: RunState, original: TrainingArguments, stream: DataStream) -> int:
     """Total steps of a resumed run, by its current options; the recorded number if these have not changed.
 
     Raises:
         UserError: the run has already exceeded them, or a time was exchanged for a number of steps.
     """
     args = stream.args
-    changed = [name for name in LENGTH_OPTIONS if getattr(args, name) != getattr(planned, name)]
-    if not changed:
+    changes = [name for name in LENGTH_OPTIONS if getattr(args, name) != getattr(original, name)]
+    if not changes:
         return state.total_steps
-    if bool(args.target_seconds) != bool(planned.target_seconds):
+    if bool(args.target_seconds) != bool(original.target_seconds):
         counts, time = any_option("num_train_epochs", "max_steps"), flag("target_seconds")
-        began, now = (time, counts) if planned.target_seconds else (counts, time)
+        old_unit, new_unit = (time, counts) if original.target_seconds else (counts, time)
         raise UserError(
-            f"The run in {args.directory} was planned by {began}, so {flag('resume')} cannot extend it by {now}: give "
-            f"a larger {began}."
+            f"The run in {args.directory} was planned by {old_unit}, so {flag('resume')} cannot extend it by "
+            f"{new_unit}: give a larger {old_unit}."
         )
     if args.target_seconds:
         if args.target_seconds < state.elapsed_seconds:
@@ -153,7 +153,7 @@ def resumed_total_steps(state: RunState, planned: TrainingArguments, stream: Dat
         return step_budget(state, args, state.step_seconds) if state.step_seconds else state.step + UNTIMED_STEPS
     total = stream.total_steps()
     if total < state.step:
-        settings = " and ".join(setting(name, getattr(args, name)) for name in changed)
+        settings = " and ".join(setting(name, getattr(args, name)) for name in changes)
         raise UserError(
             f"The run in {args.directory} has already taken {count_noun(state.step, 'step')}, more than the {total:,} "
             "of "
@@ -164,7 +164,7 @@ def resumed_total_steps(state: RunState, planned: TrainingArguments, stream: Dat
 
 def resume_note(
     state: RunState,
-    planned: TrainingArguments,
+    original: TrainingArguments,
     stream: DataStream,
     option_notes: Sequence[str] = (),
     extensible: bool = True,
@@ -178,22 +178,22 @@ def resume_note(
     Raises:
         UserError: as `resumed_total_steps`.
     """
-    args, total = stream.args, resumed_total_steps(state, planned, stream)
+    args, total = stream.args, resumed_total_steps(state, original, stream)
     if args.target_seconds:
         remaining = args.target_seconds - state.elapsed_seconds
         if remaining < state.step_seconds / 2 or 0 < args.max_steps <= state.step:
             return "already finished" + (f"; a larger {flag('target_seconds')} extends it" if extensible else "")
         text = f"continues after step {state.step:,}, for {remaining:,.1f} s more"
-        if args.target_seconds == planned.target_seconds or LR_SCHEDULES[args.lr_scheduler_type].decay is None:
+        if args.target_seconds == original.target_seconds or LR_SCHEDULES[args.lr_scheduler_type].decay is None:
             return text
         return f"{text}: the {args.lr_scheduler_type} schedule is now that of {args.target_seconds:g} s"
     text = f"continues after step {state.step:,} of {state.total_steps:,}"
     if total == state.total_steps:
-        more = any_option("num_train_epochs", "max_steps")
+        option_text = any_option("num_train_epochs", "max_steps")
         if option_notes:
             names = " or ".join(repr("epochs" if name == LENGTH_OPTIONS[0] else name) for name in option_notes)
-            more = f"{names} in the adapters file"
-        end = "already finished" + (f"; a larger {more} extends it" if extensible else "")
+            option_text = f"{names} in the adapters file"
+        end = "already finished" + (f"; a larger {option_text} extends it" if extensible else "")
         return end if state.step >= total else text
     text += f", up to {total:,} steps"
     kind = args.lr_scheduler_type
@@ -223,21 +223,21 @@ def set_length(
         UserError: the state does not match the data, or as `resumed_total_steps`.
     """
     args = stream.args
-    planned = planned_options(options, args, place, storage)
-    total = state.total_steps if planned.target_seconds else stream_of(stream.prepared, planned).total_steps()
-    older = total + (planned.num_train_epochs % 1 > 0)  # earlier versions rounded some parts of epochs up
+    original = planned_options(options, args, place, storage)
+    total = state.total_steps if original.target_seconds else stream_of(stream.prepared, original).total_steps()
+    older = total + (original.num_train_epochs % 1 > 0)  # earlier versions rounded some parts of epochs up
     if state.total_steps not in (total, older):
         wrong = f"{STATE} says {state.total_steps} steps in total, but there are {total}"
-    elif state.step > total and not planned.target_seconds:
+    elif state.step > total and not original.target_seconds:
         wrong = f"{STATE} says step {state.step} of {total}"
     elif stream.position(state.step) != (state.epoch, state.index) or len(state.pending) > state.step:
         wrong = f"{STATE} says step {state.step}, epoch {state.epoch} and index {state.index}"
     else:
-        total = resumed_total_steps(state, planned, stream)
+        total = resumed_total_steps(state, original, stream)
         if args.lr_scheduler_restart and not args.target_seconds and total != state.total_steps:
             state.schedule_start = state.step
         state.total_steps = total
-        state.ending = state.ending and args.target_seconds == planned.target_seconds
+        state.ending = state.ending and args.target_seconds == original.target_seconds
         return
     raise run_checkpoint.damaged_checkpoint_error(place, wrong, storage)
 

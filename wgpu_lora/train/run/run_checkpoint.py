@@ -49,13 +49,13 @@ def checkpoint_files(
     subject: Trainable,
     state: RunState,
     facts: dict[str, Any],
-    more: Mapping[str, bytes] | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
 ) -> dict[str, bytes]:
     """The files of a checkpoint: what a slot trains, optimizer and run state, metadata and manifest.
 
-    facts: `identity` (see AdapterRun) and `metadata`. more: further files by name.
+    facts: `identity` (see AdapterRun) and `metadata`. extra_files: further files by name.
     """
-    files = subject.checkpoint_files(session, slot) | dict(more or {})
+    files = subject.checkpoint_files(session, slot) | dict(extra_files or {})
     metadata = {"optim": name_of(session.optimizer.rule)}
     files[OPTIMIZER] = save(session.optimizer.state.read(session.device, slot), metadata)
     files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()

@@ -90,8 +90,8 @@ def read_state(directory: Path, storage: CheckpointStore = PLAIN_FILES) -> tuple
 
 def _of_today(state: dict[str, Any]) -> dict[str, Any]:
     """The state of an earlier version, which counted time by steps and held-out losses."""
-    spent = state.get("seconds", 0.0)
-    times = {"elapsed_seconds": spent, "warming_seconds": spent}
+    seconds = state.get("seconds", 0.0)
+    times = {"elapsed_seconds": seconds, "warming_seconds": seconds}
     return times | {name: value for name, value in state.items() if name != "heldout_seconds"}
 
 

@@ -56,10 +56,10 @@ class RunTracking(Tracking):
     over: bool = False
     trackers: list[GuardedTracker] = field(default_factory=list)
 
-    _shown: set[str] = field(default_factory=set)
+    _urls: set[str] = field(default_factory=set)
     _sampled: float = field(default_factory=time.monotonic)
 
-    def started(self) -> None:
+    def start(self) -> None:
         self.sampler.start()
         write_bytes_atomic(self.run.directory / FILE, (json.dumps({"id": self.recording.entry.id}) + "\n").encode())
         entry, run = self.recording.entry, self.run
@@ -84,8 +84,8 @@ class RunTracking(Tracking):
     def _show(self) -> None:
         """Tell, once, where each tracker shows the run."""
         for tracker in self.trackers:
-            if tracker.url and tracker.url not in self._shown:
-                self._shown.add(tracker.url)
+            if tracker.url and tracker.url not in self._urls:
+                self._urls.add(tracker.url)
                 self.events.tracked(tracker.name, tracker.url, self.run.name)
 
     def finish(self, record: RunRecord) -> None:

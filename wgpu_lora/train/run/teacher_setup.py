@@ -160,7 +160,7 @@ def cache_plans(run: AdapterRun, student: LoadedModel) -> dict[str, CachePlan]:
     live, args = _teacher(run), run.args
     rows = {"teacher_cache": run.stream.prepared}
     if run.heldout and args.validation_split is not None:
-        rows["teacher_cache"] = _joined(run.stream.prepared, run.heldout)
+        rows["teacher_cache"] = _all_rows(run.stream.prepared, run.heldout)
     elif run.heldout:
         rows["eval_teacher_cache"] = run.heldout
     names = (
@@ -241,7 +241,7 @@ def _teacher(run: AdapterRun) -> LiveTeacher:
     return run.teacher
 
 
-def _joined(rows: TokenizedData, heldout: TokenizedData) -> TokenizedData:
+def _all_rows(rows: TokenizedData, heldout: TokenizedData) -> TokenizedData:
     """All rows of data that some were held out of."""
     all_rows = sorted([*rows.rows, *heldout.rows], key=lambda row: row.index)
     return replace(rows, rows=all_rows, values=(), keys=rows.keys[:0])

@@ -63,13 +63,13 @@ class TrainableAdapter:
             return
         facts = run_checkpoint.read_metadata(resumed_from, storage)
         options = facts.get("options")
-        began = resolve_recorded_path(
+        init_adapter = resolve_recorded_path(
             facts.get("directory"), options.get("init_adapter") if isinstance(options, dict) else None
         )
         config = session.model.config
         seeded = SeededMatrices(self.args, config)
-        if began:
-            path = Path(str(began))
+        if init_adapter:
+            path = Path(str(init_adapter))
             session.place_initial(slot, read_adapter_for(config, path, contents=storage.file_contents(path))[1])
         else:
             session.place_initial(slot, seeded.on(session.model))
@@ -92,7 +92,7 @@ class TrainableAdapter:
             adapters.offset.write(session.device, slot, offset)
 
     def checkpoint_files(self, session: Session, slot: int) -> dict[str, bytes]:
-        return adapter_files(*self._stored(session, slot))
+        return adapter_files(*self._tensors(session, slot))
 
     def last_steps(self, total: int) -> int:
         return 0
@@ -103,7 +103,7 @@ class TrainableAdapter:
     def write(self, session: Session, slot: int, directory: Path) -> None:
         """Nothing."""
 
-    def _stored(self, session: Session, slot: int) -> tuple[dict[str, np.ndarray], AdapterConfig]:
+    def _tensors(self, session: Session, slot: int) -> tuple[dict[str, np.ndarray], AdapterConfig]:
         """The tensors by PEFT's names, and the config."""
         matrices, config = to_peft(session.device, session.adapters, slot, self.config)
         return adapter_tensors(matrices, config), config
@@ -168,18 +168,18 @@ class TrainableQuantScales:
     ) -> None:
         constants, file = self._set(session), self.files[0]
         try:
-            stored = load_file(directory / file) if contents is None else load(contents[file])
+            tensors = load_file(directory / file) if contents is None else load(contents[file])
         except (OSError, SafetensorError) as error:
             raise CheckpointError(str(error)) from error
         places = constants.places(slot)
-        if set(stored) != set(places):
+        if set(tensors) != set(places):
             raise CheckpointError(f"{file} does not have the matrices of this run")
-        for name, values in stored.items():
+        for name, values in tensors.items():
             if values.dtype != np.float32 or values.shape != places[name].stored_shape:
                 raise CheckpointError(f"{name} in {file} is {values.dtype} {list(values.shape)}")
             if not (np.abs(values) <= MAX_PARAMETER).all():
                 raise CheckpointError(f"{name} in {file} has values that are not finite or too large")
-        constants.write(session.device, stored)
+        constants.write(session.device, tensors)
 
     def checkpoint_files(self, session: Session, slot: int) -> dict[str, bytes]:
         return {self.files[0]: save(self._set(session).read(session.device))}
@@ -207,11 +207,11 @@ class TrainableQuantScales:
     ) -> None:
         """Replaces a directory by the model with these constants."""
 
-        def stored(module: str, weight: ConstantWeight) -> Packed:
+        def packed(module: str, weight: ConstantWeight) -> Packed:
             tensors = {name: constants[f"{module}.{name}"] for name in weight.constant_shapes()}
             return weight.packed_with(model.device, tensors, dtype)
 
-        instead = {f"{module}.weight": partial(stored, module, weight) for module, weight in self.weights.items()}
+        instead = {f"{module}.weight": partial(packed, module, weight) for module, weight in self.weights.items()}
         write_packed(model, directory, instead=instead, replace=True)
 
     @staticmethod

@@ -96,14 +96,14 @@ class Batch:
             forward = len(self.program.dispatches)
             rec.backward()
             if saving != IN_F32:
-                store(self.program, rec.saved, forward, saving)
+                store(self.program, rec.saved_tensors, forward, saving)
         self.program.prune()
 
     def _score(self, rec: Recorder, swept: Sweep, totals: Totals) -> SweepGradient:
         """Record all objectives; returns the derivatives of the sum of their losses."""
         weights: dict[float, Tensor] = {}
         rests: dict[float, list[Tensor]] = {}
-        picked: dict[Tensor, Tensor] = {}
+        support_gradients: dict[Tensor, Tensor] = {}
         for objective, scoring in self.scoring.items():
             score = objective.score_sweep(rec, swept, scoring)
             sums = {
@@ -116,7 +116,7 @@ class Batch:
                 rec.dispatch(sum_by_slot, values, scoring.loss_ranges, total, slots=total.size, largest=largest)
             for temperature, tail in score.tail_logprobs.items():
                 rests.setdefault(temperature, []).append(tail)
-            picked |= score.token_logprobs
+            support_gradients |= score.token_logprobs
             at, own = objective.temperatures[0], score.weights
             if own is None:
                 continue
@@ -125,7 +125,7 @@ class Batch:
                 rec.dispatch(add_forward, weights[at], own, weight_sum, size=weight_sum.size)
                 own = weight_sum
             weights[at] = own
-        return SweepGradient(weights, rests, picked)
+        return SweepGradient(weights, rests, support_gradients)
 
     def storages(self) -> set[Storage]:
         """All persistent storage that the program reads or writes, or that `upload` fills."""

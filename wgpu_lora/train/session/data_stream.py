@@ -129,26 +129,26 @@ class DataStream:
     def groups(self, step: Step, slot: int = 0) -> list[list[Group]]:
         """The micro-batches of a step, weighted so that their losses sum to its mean."""
         weight = 1 / self.units(step.samples)
-        return self._grouped(step.micro_batches, weight, slot, step.epoch)
+        return self._groups_of(step.micro_batches, weight, slot, step.epoch)
 
     def part(self, step: Step, begin: int, end: int, slot: int = 0) -> list[list[Group]]:
         """Those groups of a step whose samples are [begin, end) of `Step.samples`, in their micro-batches."""
         weight = 1 / self.units(step.samples)
-        return self._grouped(step.micro_batches, weight, slot, step.epoch, set(step.samples[begin:end]))
+        return self._groups_of(step.micro_batches, weight, slot, step.epoch, set(step.samples[begin:end]))
 
     def heldout_groups(self, batches: Sequence[Sequence[int]], slot: int) -> list[list[Group]]:
         """Batches of samples as groups of weight 1, without dropout."""
-        return self._grouped(batches, 1.0, slot, None)
+        return self._groups_of(batches, 1.0, slot, None)
 
-    def _grouped(
+    def _groups_of(
         self,
         batches: Sequence[Sequence[int]],
         weight: float,
         slot: int,
         epoch: int | None,
-        only: Collection[int] | None = None,
+        selection: Collection[int] | None = None,
     ) -> list[list[Group]]:
-        """only: samples of which groups are made; the others are only what those are compared with."""
+        """selection: samples of which groups are made; the others are only what those are compared with."""
         order = [sample for batch in batches for sample in batch]
         shared = self.objective.shared([self.prepared.samples[sample] for sample in order])
         before = dict(zip(order, order[-1:] + order[:-1], strict=True))
@@ -160,8 +160,8 @@ class DataStream:
             return replace(result, kl_row=self._mismatched(sample, before[sample], slot)) if mismatched else result
 
         mismatched = self.objective.needs_kl_rows
-        selected = [[sample for sample in batch if only is None or sample in only] for batch in batches]
-        return [[group(sample) for sample in batch] for batch in selected if batch]
+        subsets = [[sample for sample in batch if selection is None or sample in selection] for batch in batches]
+        return [[group(sample) for sample in batch] for batch in subsets if batch]
 
     def group(self, sample: int, weight: float, slot: int, epoch: int | None = None) -> Group:
         """A sample as a group of a batch; `epoch` keys its dropout, None turns dropout off."""
@@ -181,9 +181,9 @@ class DataStream:
             tuple(segments), slot, weight, value, reference, prompt_targets=context, index=index, teacher=teacher
         )
 
-    def _mismatched(self, sample: int, other: int, slot: int) -> Segment:
+    def _mismatched(self, sample: int, answer_sample: int, slot: int) -> Segment:
         """The prompt of a sample with the answer of another, cut to the maximum length."""
-        question, answered = self.prepared.samples[sample][0], self.prepared.samples[other][0]
+        question, answered = self.prepared.samples[sample][0], self.prepared.samples[answer_sample][0]
         prompt, behind = prompt_tokens(question.labels), prompt_tokens(answered.labels)
         length = self.args.length
         ids = np.concatenate([question.input_ids[:prompt], answered.input_ids[behind:]])[:length]
@@ -251,9 +251,9 @@ def prompt_targets(labels: np.ndarray) -> int:
     return prompt_tokens(labels[1:])
 
 
-def quarters(most: int) -> list[int]:
+def quarters(maximum: int) -> list[int]:
     """Up to four batch sizes, ascending, so that smaller batches cost less."""
-    return sorted({_rounded(most * share // 4) for share in (1, 2, 3, 4)})
+    return sorted({_rounded(maximum * share // 4) for share in (1, 2, 3, 4)})
 
 
 def _rounded(tokens: int) -> int:

@@ -43,10 +43,10 @@ def heldout_loss(
 def precompute(session: Session, stream: DataStream, slot: int, events: Events, name: str | None) -> None:
     """Fill `stream.references`."""
     assert session.frozen is not None
-    every = range(len(stream.lengths))
+    samples = range(len(stream.lengths))
     at = Evaluating(0, len(stream.prepared.rows), adapter=name)
     events.evaluating(at)
-    for together in pack(stream.lengths, every, max(session.frozen.passes)):
+    for together in pack(stream.lengths, samples, max(session.frozen.passes)):
         groups = session.with_reference_logprobs([stream.group(sample, 1.0, slot) for sample in together])
         result = {sample: group.reference for sample, group in zip(together, groups, strict=True) if group.reference}
         stream.references |= result

@@ -94,9 +94,9 @@ class Teachers:
         weights = (model.decoder.storages() for model in self.models)
         return result.union(*weights, *(t.storages() for t in self._tables), *(g.storages() for g in self.groups))
 
-    def base_bytes(self, loaded: bool | None = None) -> int:
-        """Bytes of the weights that are not the student's; of those that are on the device, if `loaded`."""
-        models = [model for model in self.models if model.weights_loaded or not loaded]
+    def base_bytes(self, on_device: bool | None = None) -> int:
+        """Bytes of the weights that are not the student's; of those that are on the device, if `on_device`."""
+        models = [model for model in self.models if model.weights_loaded or not on_device]
         return sum(storage.nbytes for storage in {s for model in models for s in model.decoder.storages()})
 
     def staging_bytes(self) -> int:

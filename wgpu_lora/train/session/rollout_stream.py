@@ -190,11 +190,11 @@ class RolloutStream(DataStream):
         """Those that a step trains on; shuffled if there are several parts, so that each has some of all prompts."""
         assert self.phase is not None
         assert self.has_phase(step), "the step's completions have not been sampled"
-        everything, parts = self.phase.completions, self.parts
+        completions, parts = self.phase.completions, self.parts
         if parts == 1:
-            return everything
-        order = epoch_order(len(everything), self.args.seed, self.phase.epoch * len(everything) + self.phase.start)
-        return [everything[i] for i in np.array_split(order, parts)[step.index % parts]]
+            return completions
+        order = epoch_order(len(completions), self.args.seed, self.phase.epoch * len(completions) + self.phase.start)
+        return [completions[i] for i in np.array_split(order, parts)[step.index % parts]]
 
     def groups(self, step: Step, slot: int = 0) -> list[list[Group]]:
         """The micro-batches of a step. How completions are packed into them changes nothing but rounding."""

@@ -38,15 +38,16 @@ class SamplingStopped(Exception):
 class Rollouts:
     """Samples the completions of one slot's stream.
 
-    shown: called with what is shown of each completion of a phase's first prompt. stopped: whether the run is to end.
+    on_sample: called with what is shown of each completion of a phase's first prompt.
+    should_stop: whether the run is to end.
     """
 
     stream: RolloutStream
     rewards: RewardFunctions
     tokenizer: Tokenizer | None
     tools: ToolTurns | None = None
-    shown: Callable[[dict[str, Any]], None] = lambda sample: None
-    stopped: Callable[[], bool] = lambda: False
+    on_sample: Callable[[dict[str, Any]], None] = lambda sample: None
+    should_stop: Callable[[], bool] = lambda: False
     _useless: dict[str, int] = field(default_factory=dict)  # steps so far of which all were so, by what they were
     _warned: set[str] = field(default_factory=set)
 
@@ -69,8 +70,8 @@ class Rollouts:
         penalties, of_reference = self._penalties(session, slot, completions)
         shape = len(prompts), policy.num_generations
         values = rewards.values.reshape(*shape, -1)
-        grouped = penalties.reshape(shape) if penalties is not None else None
-        advantages, metrics = policy.advantages(values, self.rewards.weights, grouped)
+        group_penalties = penalties.reshape(shape) if penalties is not None else None
+        advantages, metrics = policy.advantages(values, self.rewards.weights, group_penalties)
         metrics |= of_reference | self._metrics(completions, rewards) | self._tool_metrics(len(completions))
         metrics = {name: value for name, value in metrics.items() if np.isfinite(value)}
         result = [
@@ -139,10 +140,10 @@ class Rollouts:
 
         for number, seed in enumerate(seeds):
             add(number, seed)
-        finished = tokens = 0
+        count = tokens = 0
         try:
             while engine.busy:
-                if self.stopped():
+                if self.should_stop():
                     raise SamplingStopped
                 for output in engine.step():
                     request, of_token = output.request, output.logprobs
@@ -158,11 +159,11 @@ class Rollouts:
                     tokens += 1
                     if request.finish_reason is None:
                         continue
-                    finished += 1
+                    count += 1
                     result[number] = replace(completion, stopped=request.finish_reason == "stop")
                     if self.tools and self._follow(result[number], turns[number], len(request.token_ids)):
                         add(number, self._seed(seeds[number], len(completion.token_ids)))
-                events.answering(finished, len(requests), tokens)
+                events.answering(count, len(requests), tokens)
         finally:
             for request in requests:
                 engine.abort(request)
@@ -173,20 +174,20 @@ class Rollouts:
         policy = stream.policy
         sampler = Sampler(policy.temperature, policy.top_k, policy.top_p, seed, policy.min_p, policy.repetition_penalty)
         prompt = stream.prepared.samples[completion.sample][0].input_ids.tolist() + completion.token_ids
-        most = policy.max_completion_length - len(completion.token_ids)
+        max_tokens = policy.max_completion_length - len(completion.token_ids)
         stop_ids = self.tokenizer.stop_ids if self.tokenizer else set()
-        return Request(prompt, str(slot), sampler, most, stop_ids, logprobs=0)
+        return Request(prompt, str(slot), sampler, max_tokens, stop_ids, logprobs=0)
 
     def _follow(self, completion: Completion, turns: list[Message], size: int) -> bool:
         """Put the results of tools behind a completion, and say whether it goes on. size: of its last turn, in tokens
         before the stop token."""
         assert self.tools is not None
         begin = len(completion.token_ids) - size - completion.stopped
-        more = self.tools.follow(turns, completion.token_ids[begin:], completion.stopped)
-        if not more or len(completion.token_ids) + len(more) >= self.stream.policy.max_completion_length:
+        result_ids = self.tools.follow(turns, completion.token_ids[begin:], completion.stopped)
+        if not result_ids or len(completion.token_ids) + len(result_ids) >= self.stream.policy.max_completion_length:
             return False
-        completion.token_ids.extend(more)
-        completion.tool_mask.extend([0] * len(more))
+        completion.token_ids.extend(result_ids)
+        completion.tool_mask.extend([0] * len(result_ids))
         return True
 
     # -- rewards ---------------------------------------------------------------------------------------------------
@@ -230,9 +231,9 @@ class Rollouts:
         lengths = np.array([completion.size for completion in completions])
         ended = np.array([completion.size for completion in completions if completion.stopped])
         result = {"completions/clipped_ratio": 1 - len(ended) / len(lengths)}
-        for name, some in (("length", lengths), ("terminated_length", ended)):
-            if len(some):
-                values = {"mean": some.mean(), "min": some.min(), "max": some.max()}
+        for name, sizes in (("length", lengths), ("terminated_length", ended)):
+            if len(sizes):
+                values = {"mean": sizes.mean(), "min": sizes.min(), "max": sizes.max()}
                 result |= {f"completions/{kind}_{name}": float(value) for kind, value in values.items()}
         for name, values_of in zip(self.rewards.names, rewards.values.T, strict=True):
             result[f"rewards/{name}/mean"] = float(nan_mean(values_of).item())
@@ -257,7 +258,7 @@ class Rollouts:
             prompt, text = texts[0][number], texts[1][number]
             if not isinstance(text, str) and len(text) == 1:
                 text = text[0]["content"]
-            self.shown({"prompt": prompt, "completion": text, "rewards": scores, "advantage": completion.advantage})
+            self.on_sample({"prompt": prompt, "completion": text, "rewards": scores, "advantage": completion.advantage})
 
     def _warn(self, metrics: dict[str, float], rewards: Rewards) -> None:
         """Say what a run cannot learn from, once: functions that fail, rewards that never differ, answers that never
@@ -287,7 +288,7 @@ class Rollouts:
                 "reward short ones.",
             )
 
-    def _warn_once(self, what: str, text: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(text, RolloutWarning, stacklevel=2)

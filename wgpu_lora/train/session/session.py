@@ -119,7 +119,7 @@ class Session:
         if sampling:
             self.engine = Engine(
                 model, adapters=self.adapters, max_model_len=sampling.tokens, max_num_seqs=sampling.sequences,
-                temperature=sampling.temperature, planned=True,
+                temperature=sampling.temperature, plan_only=True,
             )  # fmt: skip
         self.built: set[int] = set()
         self.choices = NO_CHOICES
@@ -191,9 +191,9 @@ class Session:
     def needs(self) -> int:
         """Maximum bytes that `allocate` adds to the memory that the device uses."""
         plan, teachers = self.memory(), self.teachers
-        loaded = (plan.groups["base"] if self.model.weights_loaded else 0) + teachers.base_bytes(loaded=True)
+        loaded_bytes = (plan.groups["base"] if self.model.weights_loaded else 0) + teachers.base_bytes(on_device=True)
         whole = self.model.weights_loaded and all(model.weights_loaded for model in teachers.models)
-        return (plan.device_bytes if whole else plan.peak_device_bytes) - loaded
+        return (plan.device_bytes if whole else plan.peak_device_bytes) - loaded_bytes
 
     # -- run -------------------------------------------------------------------------------------------------------
 

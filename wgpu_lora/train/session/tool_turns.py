@@ -19,16 +19,16 @@ class ToolTurns:
     """Runs the calls in completions.
 
     Args:
-        most: turns of a completion whose calls are run; None for any number.
+        max_iterations: turns of a completion whose calls are run; None for any number.
 
     Raises:
         UserError: the chat template has no tools, or writes calls in a form that is not known.
     """
 
-    def __init__(self, tools: Tools, tokenizer: Tokenizer | None, most: int | None):
+    def __init__(self, tools: Tools, tokenizer: Tokenizer | None, max_iterations: int | None):
         if tokenizer is None:
             raise UserError(f"{flag('tools')} needs a chat template, and the model has no tokenizer.json: add one.")
-        self.tools, self.tokenizer, self.most = tools, tokenizer, most
+        self.tools, self.tokenizer, self.max_iterations = tools, tokenizer, max_iterations
         self._format = tool_format(tokenizer)
         self._calls = self._failures = 0
 
@@ -57,12 +57,15 @@ class ToolTurns:
         calls, results, values = list[Message](), list[Message](), list[Any]()
         for number, call in enumerate(raw_calls):
             values.append(_value(call["function"]["arguments"]))
-            named = {"name": call["function"]["name"], "arguments": values[-1] if isinstance(values[-1], dict) else {}}
+            function = {
+                "name": call["function"]["name"],
+                "arguments": values[-1] if isinstance(values[-1], dict) else {},
+            }
             # Mistral's template takes ids of nine characters, and others objects only.
-            calls.append({"id": f"{number:09}", "type": "function", "function": named})
+            calls.append({"id": f"{number:09}", "type": "function", "function": function})
         answered = sum(turn["role"] == "assistant" for turn in turns)
         turns.append({"role": "assistant", "content": content.strip(), "tool_calls": calls})
-        if self.most is not None and answered >= self.most:
+        if self.max_iterations is not None and answered >= self.max_iterations:
             return []
         for call, arguments in zip(calls, values, strict=True):
             name = call["function"]["name"]

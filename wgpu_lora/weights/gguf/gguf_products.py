@@ -15,7 +15,7 @@ from wgpu_lora.ops.embedding import local_rows, put_rows
 from wgpu_lora.ops.matmul import FILE, adapted, divisibility, finish, operand, tile_grid
 from wgpu_lora.ops.matmul_layout import product_layout, words_of
 from wgpu_lora.ops.matmul_tuning import MatmulTuning, product_part, tilings
-from wgpu_lora.ops.matrix_stack import ALL_PARTS, backward_reference, forward_reference, joined, sizes
+from wgpu_lora.ops.matrix_stack import ALL_PARTS, backward_reference, forward_reference, join, sizes
 from wgpu_lora.ops.sparse_logits import add_rows
 from wgpu_lora.weights.gguf.gguf_formats import FORMATS, GGUFFormat, random_blocks
 
@@ -80,7 +80,7 @@ def _synthetic(c: Constants, rng: np.random.Generator) -> Arrays:
     parts = [item.to_words(random_blocks(item, out, size_in, rng)) for out in outs]
     if not c["stacked"]:
         return dict(zip(("codes", "scales"), parts[0], strict=True))
-    return {name: joined(words) for name, words in zip(("codes", "scales"), zip(*parts, strict=True), strict=True)}
+    return {name: join(words) for name, words in zip(("codes", "scales"), zip(*parts, strict=True), strict=True)}
 
 
 def _columns(arrays: Arrays, c: Constants, columns: np.ndarray) -> Arrays | None:
@@ -216,9 +216,9 @@ def _row_layout(c: Constants, *_: Any) -> Any:
 
 def _used_rows(arrays: Arrays, c: Constants, size: str = "count") -> Part:
     """A part with only the rows of the table that the ids use."""
-    used, renamed = local_rows(arrays["ids"], c["first"], c[size])
-    words = {name: arrays[name].reshape(-1, c[size])[:, used - c["first"]] for name in ("codes", "scales")}
-    return {**arrays, "ids": renamed, **words}, {**c, "first": 0, size: used.size}
+    rows, renamed = local_rows(arrays["ids"], c["first"], c[size])
+    words = {name: arrays[name].reshape(-1, c[size])[:, rows - c["first"]] for name in ("codes", "scales")}
+    return {**arrays, "ids": renamed, **words}, {**c, "first": 0, size: rows.size}
 
 
 @kernel(

@@ -61,8 +61,8 @@ class GGUFWeight:
 
     def _like(self, siblings: Sequence[FrozenMatrix]) -> list[GGUFWeight]:
         """This matrix and others, if all are of its format; else none."""
-        same = [other for other in siblings if isinstance(other, GGUFWeight) and other.item is self.item]
-        return [self, *same] if len(same) == len(siblings) else []
+        matches = [sibling for sibling in siblings if isinstance(sibling, GGUFWeight) and sibling.item is self.item]
+        return [self, *matches] if len(matches) == len(siblings) else []
 
     def stacked(self, siblings: Sequence[Weight], max_binding: int) -> list[GGUFWeight] | None:
         weights = self._like(siblings)
@@ -134,7 +134,7 @@ class GGUFWeight:
             words = replace(staging, shape=(flat.size // 4,), dtype="u32")
             shape: dict[str, Any] = {"rows": rows, "out": self.out_features, "size_in": self.in_features}
             program.dispatch(gguf_pack, words, self.codes, self.scales, first=first, b_type=self.format, **shape)
-            with loading.running(program):
+            with loading.run(program):
                 pass
 
     def values(self, device: Device) -> np.ndarray:

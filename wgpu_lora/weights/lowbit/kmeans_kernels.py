@@ -43,9 +43,9 @@ def fit_part(arrays: Arrays, c: Constants) -> Part | None:
     """Some rows of the matrix, since references of k-means take long."""
     if c["rows"] <= reference_values.ROWS:
         return None
-    picked = evenly_spaced(c["rows"], reference_values.ROWS)
+    rows = evenly_spaced(c["rows"], reference_values.ROWS)
     names = " ".join(name for name in arrays if name in ("w", "scales", "table"))
-    return select_rows(arrays, names, c["rows"], picked), {**c, "rows": picked.size}
+    return select_rows(arrays, names, c["rows"], rows), {**c, "rows": rows.size}
 
 
 def _spread(c: Constants, scales: Any) -> Any:
@@ -206,8 +206,8 @@ def lut_rescale(
     close = np.stack([close for _, close in result]).reshape(rows, -1, group).any(axis=2)
     weights = np.ones(size_in) if importance is None else importance
     sums = [
-        (weights * centres * other).reshape(rows, -1, group).sum(axis=2)
-        for other in (w.reshape(rows, size_in), centres)
+        (weights * centres * factor).reshape(rows, -1, group).sum(axis=2)
+        for factor in (w.reshape(rows, size_in), centres)
     ]
     fits = (sums[0] > 0) & (sums[1] > 0)
     fitted = np.where(fits, sums[0] / np.where(fits, sums[1], 1), scales.reshape(rows, -1))
@@ -219,8 +219,8 @@ def _nearest(values: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarra
     between = (own[1:] + own[:-1]) / 2
     codes = np.searchsorted(between, values)
     sides = [np.abs(values - between[np.clip(codes + at, 0, between.size - 1)]) for at in (-1, 0)]
-    same = np.append(np.diff(own) == 0, False)[np.minimum(codes, own.size - 1)]  # of equal centres either is right
-    return codes, (np.minimum(*sides) < NEAR * np.abs(own).max()) & ~same
+    equal = np.append(np.diff(own) == 0, False)[np.minimum(codes, own.size - 1)]  # of equal centres either is right
+    return codes, (np.minimum(*sides) < NEAR * np.abs(own).max()) & ~equal
 
 
 @kernel("fit/lowbit_encode.wgsl.j2", grid=lambda c: linear_grid(c.rows * -(-c.size_in // 32)), lib=("linear",))

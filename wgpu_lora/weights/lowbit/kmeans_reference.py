@@ -46,9 +46,9 @@ def fit(
     if not group:
         return codes, table.astype(np.float16), None
     centres = np.take_along_axis(table, codes.astype(np.intp), axis=1).reshape(*scales.shape, group)
-    grouped, weight = values.reshape(centres.shape), importance.reshape(1, -1, group)
+    groups, weight = values.reshape(centres.shape), importance.reshape(1, -1, group)
     squares = (weight * centres**2).sum(axis=2)
-    fitted = (weight * centres * grouped).sum(axis=2) / np.where(squares > 0, squares, 1)
+    fitted = (weight * centres * groups).sum(axis=2) / np.where(squares > 0, squares, 1)
     with np.errstate(over="ignore"):  # the caller reports values out of f16's range
         rounded = np.where(fitted > 0, fitted, scales).astype(np.float16)
     spread = np.repeat(rounded.astype(np.float64), group, axis=1)
@@ -76,15 +76,15 @@ def kmeans(values: np.ndarray, weights: np.ndarray, bits: int) -> np.ndarray:
     half = np.array(GAUSSIAN[bits])
     table: np.ndarray = mean + deviation * np.concatenate([-half[::-1], half])
     order = np.argsort(values, axis=1, kind="stable")
-    ordered = np.take_along_axis(values, order, axis=1)
+    sorted_values = np.take_along_axis(values, order, axis=1)
     mass = np.take_along_axis(weights, order, axis=1)
     zeros = np.zeros((len(values), 1))
     masses = np.concatenate([zeros, np.cumsum(mass, axis=1)], axis=1)
-    moments = np.concatenate([zeros, np.cumsum(mass * ordered, axis=1)], axis=1)
+    moments = np.concatenate([zeros, np.cumsum(mass * sorted_values, axis=1)], axis=1)
     for row, result in enumerate(table):
         before = None
         for _ in range(ROUNDS):
-            inner = np.searchsorted(ordered[row], (result[1:] + result[:-1]) / 2)
+            inner = np.searchsorted(sorted_values[row], (result[1:] + result[:-1]) / 2)
             bounds = np.concatenate([[0], inner, [values.shape[1]]])
             if before is not None and (bounds == before).all():
                 break

@@ -72,8 +72,8 @@ class LowBitWeight:
     def _like(self, siblings: Sequence[FrozenMatrix]) -> list[LowBitWeight] | None:
         """This matrix and others, if they are of the same scheme and type of constants."""
         kind = self.scheme, self.constants.dtype
-        same = [o for o in siblings if isinstance(o, LowBitWeight) and (o.scheme, o.constants.dtype) == kind]
-        return [self, *same] if len(same) == len(siblings) else None
+        matches = [o for o in siblings if isinstance(o, LowBitWeight) and (o.scheme, o.constants.dtype) == kind]
+        return [self, *matches] if len(matches) == len(siblings) else None
 
     def stacked(self, siblings: Sequence[Weight], max_binding: int) -> list[LowBitWeight] | None:
         weights = self._like(siblings)
@@ -144,9 +144,9 @@ class LowBitWeight:
 
     def packed(self, device: Device) -> Packed:
         codes, *constants = self._read(device)
-        return self._stored(codes, constants, self.constants.dtype)
+        return self._to_packed(codes, constants, self.constants.dtype)
 
-    def _stored(self, codes: np.ndarray, constants: Sequence[np.ndarray | None], dtype: str) -> Packed:
+    def _to_packed(self, codes: np.ndarray, constants: Sequence[np.ndarray | None], dtype: str) -> Packed:
         """Codes, a table and scales as files store them. dtype: of table and scales."""
         kind = F32 if dtype == "f32" else ""
         names = [f"{name}{kind}" for name, part in zip(("table", "scales"), constants, strict=True) if part is not None]
@@ -177,7 +177,7 @@ class LowBitWeight:
         if dtype == "f16":
             values = values.clip(-F16_MAX, F16_MAX)
         parts = split_constants(values.astype(NUMPY[dtype]), self.shape, self.scheme.bits, self.scheme.group)
-        return self._stored(codes, parts, dtype)
+        return self._to_packed(codes, parts, dtype)
 
     def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
         bits, group = self.scheme.bits, self.scheme.group

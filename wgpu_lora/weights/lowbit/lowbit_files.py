@@ -44,7 +44,7 @@ class LowBitFiles:
     title = "wgpu-lora's low-bit codes"
     suffixes = (TABLE, SCALES)
 
-    def quantization_config(self, base_format: str, skipped: Sequence[str] = ()) -> Mapping[str, Any]:
+    def quantization_config(self, base_format: str, skip_modules: Sequence[str] = ()) -> Mapping[str, Any]:
         mix = Mix.of(base_format)
         kinds = {"mlp": mix.mlp.name, "attention": mix.attention.name} if mix else {}
         return {"quant_method": METHOD, "base_dtype": base_format, **kinds}

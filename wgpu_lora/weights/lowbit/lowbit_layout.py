@@ -164,10 +164,10 @@ def from_words(words: np.ndarray, size_in: int, bits: int) -> np.ndarray:
     return np.concatenate(result, axis=1)
 
 
-def _without_padding(rows: np.ndarray, used: int) -> np.ndarray:
-    if used:
+def _without_padding(rows: np.ndarray, bits: int) -> np.ndarray:
+    if bits:
         rows = rows.copy()
-        rows[:, -1] &= 2**used - 1
+        rows[:, -1] &= 2**bits - 1
     return rows
 
 

@@ -72,7 +72,7 @@ def pack_lowbit(
         own = replace(loading.scratch["fit_scales"], shape=(rows, count)) if count else None
         program = Program(device, "pack")
         record_packing(program, staging, codes, table, own, important, first=first, out=out, bits=bits, group=group)
-        with loading.running(program):
+        with loading.run(program):
             if table:
                 tables[first : first + rows] = read(device, table)
             if own:

@@ -79,18 +79,18 @@ def _limited(variants: Variants) -> Variants:
     """The tilings with rounds of at most one group, whose tables fit the registers."""
 
     def limited(capabilities: Capabilities, c: Any) -> Sequence[Tiling]:
-        offered = variants(capabilities, c)
-        tiled = [tiling for tiling in offered if tiling.shares_memory]  # whose lanes keep no tables
-        untiled = _with_tables([tiling for tiling in offered if not tiling.shares_memory], capabilities, c)
-        return [*tiled, *untiled] if offered[0].shares_memory else [*untiled, *tiled]
+        candidates = variants(capabilities, c)
+        tiled = [tiling for tiling in candidates if tiling.shares_memory]  # whose lanes keep no tables
+        untiled = _with_tables([tiling for tiling in candidates if not tiling.shares_memory], capabilities, c)
+        return [*tiled, *untiled] if candidates[0].shares_memory else [*untiled, *tiled]
 
     return limited
 
 
 def _with_tables(tilings: list[Tiling], capabilities: Capabilities, c: Any) -> list[Tiling]:
-    most = 4 if c.form == "nn" and c.m > FEW_ROWS and c.bits == 3 else 32  # faster on CPUs, too
-    most = min(most, c.group or most)
-    result = [replace(tiling, span=min(tiling.span, most)) for tiling in tilings]
+    limit = 4 if c.form == "nn" and c.m > FEW_ROWS and c.bits == 3 else 32  # faster on CPUs, too
+    limit = min(limit, c.group or limit)
+    result = [replace(tiling, span=min(tiling.span, limit)) for tiling in tilings]
     if capabilities.software:  # taller tiles: to decode costs more than to load, but for 3 bits
         taller = c.bits != 3 and c.m > 16
         return [replace(tiling, rows=32, cols=4) if taller and tiling.cols == 8 else tiling for tiling in result]

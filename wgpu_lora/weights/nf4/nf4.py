@@ -77,7 +77,7 @@ class NF4Weight:
     format: ClassVar[str] = NAME
 
     def stacked(self, siblings: Sequence[Weight], max_binding: int) -> list[NF4Weight] | None:
-        weights = [self, *(other for other in siblings if isinstance(other, NF4Weight))]
+        weights = [self, *(sibling for sibling in siblings if isinstance(sibling, NF4Weight))]
         alike = all(len(weight.constants) == len(self.constants) for weight in weights)
         if len(weights) != 1 + len(siblings) or not alike:
             return None
@@ -91,7 +91,7 @@ class NF4Weight:
         return [replace(w, codes=c, constants=own) for w, c, own in zip(weights, codes, constants, strict=True)]
 
     def product(self, siblings: Sequence[FrozenMatrix]) -> FrozenProduct | None:
-        matrices = [self, *(other for other in siblings if isinstance(other, NF4Weight))]
+        matrices = [self, *(sibling for sibling in siblings if isinstance(sibling, NF4Weight))]
         codes = spanning([matrix.codes for matrix in matrices]) if len(matrices) == 1 + len(siblings) else None
         if codes is None:
             return None
@@ -173,7 +173,7 @@ class NF4Weight:
             program, dtype = Program(device, "pack"), DTYPES[source.dtype(name)]
             values = replace(staging, shape=(rows, self.in_features), dtype=dtype)
             self.record_packing(program, values, replace(absmax, shape=(self.blocks(rows),)), first, rows, dtype)
-            with loading.running(program):
+            with loading.run(program):
                 result.append(device.read(absmax.storage.buffer, 4 * self.blocks(rows)).view(np.float32).copy())
         with np.errstate(invalid="ignore"):  # models.audit reports non-finite values
             codes, nested, offset = double_quantize(np.concatenate(result))

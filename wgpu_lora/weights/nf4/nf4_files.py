@@ -40,8 +40,8 @@ class BitsAndBytesNF4:
         "llm_int8_skip_modules": ["lm_head"],
     }
 
-    def quantization_config(self, base_format: str, skipped: Sequence[str] = ()) -> Mapping[str, Any]:
-        return {**self.config, "llm_int8_skip_modules": [*self.config["llm_int8_skip_modules"], *skipped]}
+    def quantization_config(self, base_format: str, skip_modules: Sequence[str] = ()) -> Mapping[str, Any]:
+        return {**self.config, "llm_int8_skip_modules": [*self.config["llm_int8_skip_modules"], *skip_modules]}
 
     def base_format(self, quantization_config: Mapping[str, Any]) -> str | None:
         stated = [quantization_config.get(key) for key in ("quant_method", "load_in_4bit", "bnb_4bit_quant_type")]
@@ -89,8 +89,8 @@ class BitsAndBytesNF4:
         return codes, tensors.array(f"{name}.absmax", "U8"), nested.astype(np.float32)
 
     def _state(self, tensors: StoredTensors, name: str) -> dict[str, Any]:
-        stored = tensors.array(name + self.marker, "U8").tobytes()
-        return parse_object(stored, f"{name}{self.marker} in {tensors.directory}")
+        document = tensors.array(name + self.marker, "U8").tobytes()
+        return parse_object(document, f"{name}{self.marker} in {tensors.directory}")
 
     def decode(self, packed: Packed) -> np.ndarray:
         return decode_parts(packed.read(), packed.shape)

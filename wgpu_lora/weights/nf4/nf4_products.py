@@ -250,11 +250,11 @@ class Scales:
 
     layer: LayerScales | None
     index: int
-    stored: Tensor | None = None
+    values: Tensor | None = None
 
     def of(self, rec: Recorder) -> Tensor:
         """f32 [blocks]."""
-        if self.stored:
-            return self.stored
+        if self.values:
+            return self.values
         assert self.layer is not None
         return self.layer.decoded(rec)[self.index]

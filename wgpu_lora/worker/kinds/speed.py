@@ -40,4 +40,4 @@ def run(
 
 def _other_owners(ledger: Ledger) -> list[str]:
     entries = [entry for entry in ledger.read() if entry.is_of_this_host and entry.holds and not entry.dead]
-    return [entry.who for entry in entries if entry.pid != os.getpid()]
+    return [entry.owner for entry in entries if entry.pid != os.getpid()]
