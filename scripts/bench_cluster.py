@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("options", nargs="*", help="options of finetune, after --")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as place:
-        result = measured(args, Path(place))
+        result = measure_rounds(args, Path(place))
     text = json.dumps(result, indent=1)
     print(text)
     if args.json:
@@ -43,7 +43,7 @@ def main() -> int:
     return 0
 
 
-def measured(args: argparse.Namespace, place: Path) -> dict[str, Any]:
+def measure_rounds(args: argparse.Namespace, place: Path) -> dict[str, Any]:
     """Rounds of both kinds, their medians and their ratios."""
     environment = {
         **os.environ,
@@ -79,12 +79,12 @@ def measured(args: argparse.Namespace, place: Path) -> dict[str, Any]:
 def summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
     """Medians in seconds, and of the ratios of each round."""
     result: dict[str, Any] = {}
-    for what in ("step", "training", "whole"):
+    for metric in ("step", "training", "whole"):
         for kind in ("plain", "cluster"):
-            result[f"{kind}_{what}"] = statistics.median(entry[kind][what] for entry in rounds)
-        ratios = sorted(entry["cluster"][what] / entry["plain"][what] for entry in rounds)
-        result[f"{what}_ratio"] = statistics.median(ratios)
-        result[f"{what}_ratios"] = [ratios[0], ratios[-1]]
+            result[f"{kind}_{metric}"] = statistics.median(entry[kind][metric] for entry in rounds)
+        ratios = sorted(entry["cluster"][metric] / entry["plain"][metric] for entry in rounds)
+        result[f"{metric}_ratio"] = statistics.median(ratios)
+        result[f"{metric}_ratios"] = [ratios[0], ratios[-1]]
     return result
 
 

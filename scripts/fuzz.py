@@ -105,8 +105,8 @@ def main() -> int:
 
     args.keep.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.jobs) as pool:
-        tried, codes = zip(*pool.map(child, targets), strict=True)
-    print(f"{'all':20} {sum(tried):>10,} inputs")
+        counts, codes = zip(*pool.map(child, targets), strict=True)
+    print(f"{'all':20} {sum(counts):>10,} inputs")
     return int(any(codes))
 
 

@@ -35,8 +35,8 @@ class Device:
     speed: float
     budget: int
     end: float = 0.0  # of what runs on it
-    running: dict[str, float] = field(default_factory=dict)  # tokens that are left, by task
-    began: float = 0.0
+    tasks: dict[str, float] = field(default_factory=dict)  # tokens that are left, by task
+    start: float = 0.0
     peak_bytes: int = 0
 
 
@@ -52,12 +52,12 @@ def simulate(adapters: int, devices: int, crashes: float, seed: int, first: bool
         sum(work.values()) / (JOINED * sum(machine.speed for machine in machines.values())),
         max(work.values()) / KINDS[-1] / JOINED,
     )
-    waiting, units = set(work), dict[str, tuple[str, ...]]()
+    queue, units = set(work), dict[str, tuple[str, ...]]()
     now, decisions, moves, events = 0.0, list[float](), 0, list[tuple[float, str, bool]]()
-    while waiting or any(machine.running for machine in machines.values()):
+    while queue or any(machine.tasks for machine in machines.values()):
         begin = time.process_time()
         placements = place(
-            [_waiting(name, work, needs, units) for name in sorted(waiting)],
+            [_waiting_task(name, work, needs, units) for name in sorted(queue)],
             [_place(machine, now) for machine in machines.values()],
             now,
         )
@@ -67,22 +67,22 @@ def simulate(adapters: int, devices: int, crashes: float, seed: int, first: bool
         for placement in placements:
             device = machines[placement.devices[0]]
             gain = JOINED if len(placement.tasks) > 1 else 1.0
-            device.running = {name: work[name] for name in placement.tasks}
-            device.began, device.peak_bytes = now, placement.peak_bytes
-            device.end = now + sum(device.running.values()) / (device.speed * gain)
+            device.tasks = {name: work[name] for name in placement.tasks}
+            device.start, device.peak_bytes = now, placement.peak_bytes
+            device.end = now + sum(device.tasks.values()) / (device.speed * gain)
             crash = now + draw.expovariate(crashes / DAY) if crashes else float("inf")
             heapq.heappush(events, (min(device.end, crash), device.id, crash < device.end))
             units.update(dict.fromkeys(placement.tasks, placement.tasks) if len(placement.tasks) > 1 else {})
-            waiting.difference_update(placement.tasks)
+            queue.difference_update(placement.tasks)
         now, name, crashed = heapq.heappop(events)
         device = machines[name]
         if crashed:
             moves += 1
-            stored = max(0.0, (now - device.began) // CHECKPOINT * CHECKPOINT) / (device.end - device.began)
-            for task, tokens in device.running.items():
-                work[task] = tokens * (1 - stored)
-            waiting.update(device.running)
-        device.running, device.end, device.peak_bytes = {}, now, 0
+            checkpoint_share = max(0.0, (now - device.start) // CHECKPOINT * CHECKPOINT) / (device.end - device.start)
+            for task, tokens in device.tasks.items():
+                work[task] = tokens * (1 - checkpoint_share)
+            queue.update(device.tasks)
+        device.tasks, device.end, device.peak_bytes = {}, now, 0
     return {
         "makespan_seconds": now,
         "bound_seconds": bound,
@@ -95,14 +95,16 @@ def simulate(adapters: int, devices: int, crashes: float, seed: int, first: bool
     }
 
 
-def _waiting(name: str, work: dict[str, float], needs: dict[str, int], units: dict[str, tuple[str, ...]]) -> Waiting:
+def _waiting_task(
+    name: str, work: dict[str, float], needs: dict[str, int], units: dict[str, tuple[str, ...]]
+) -> Waiting:
     return Waiting(name, {"class": needs[name]}, base="base", base_bytes=3 << 30, work=work[name], run="run",
                    join="never" if name in units else "auto")  # fmt: skip
 
 
 def _place(device: Device, now: float) -> Place:
     return Place(device.id, "class", free=device.budget - device.peak_bytes, speed=device.speed,
-                 active_bytes=device.peak_bytes, active=int(bool(device.running)),
+                 active_bytes=device.peak_bytes, active=int(bool(device.tasks)),
                  busy_seconds=max(device.end - now, 0.0), budget=device.budget, joined_speedup=JOINED)  # fmt: skip
 
 

@@ -157,17 +157,17 @@ class ChildProcess:
             ChildEnded: it ended, exceeded a limit, or sent something other than a line of JSON.
         """
         assert self.popen.stdout
-        most = self.limits.output if self.limits else -1
+        limit = self.limits.output if self.limits else -1
         line = b""
         with suppress(OSError, ValueError):
-            line = self.popen.stdout.readline(most)
+            line = self.popen.stdout.readline(limit)
         if line.endswith(b"\n"):
             try:
                 return json.loads(line)
             except (ValueError, RecursionError):
                 self.reason = "it sent something other than a message"
-        elif len(line) == most:
-            self.reason = f"its output is larger than {most / (1 << 20):.0f} MiB"
+        elif len(line) == limit:
+            self.reason = f"its output is larger than {limit / (1 << 20):.0f} MiB"
         raise self._ended()
 
     def _ended(self) -> ChildEnded:
@@ -275,9 +275,9 @@ def serve(answer: Callable[[Any], Any]) -> None:
     """
     limits = Limits(**json.loads(sys.argv[-1]))
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDWR)  # discards what libraries print
+    devnull = os.open(os.devnull, os.O_RDWR)  # discards what libraries print
     for number in (0, 1, 2):
-        os.dup2(nothing, number)
+        os.dup2(devnull, number)
     _limit(limits.memory)
     with suppress(OSError):
         seccomp.load()
@@ -303,9 +303,9 @@ def _limit(memory: int) -> None:
     with suppress(OSError, ValueError), open("/proc/self/statm") as file:
         reserved = int(file.read().split()[0]) * resource.getpagesize()
     core = 1 if sys.platform == "linux" else 0  # byte; Linux ignores a limit of 0 where a program receives core dumps
-    for name, most in (("CORE", core), ("AS", memory + reserved), ("FSIZE", 0), ("NPROC", 0)):
+    for name, limit in (("CORE", core), ("AS", memory + reserved), ("FSIZE", 0), ("NPROC", 0)):
         with suppress(AttributeError, ValueError, OSError):  # macOS cannot limit address space
             kind = getattr(resource, f"RLIMIT_{name}")
             hard = resource.getrlimit(kind)[1]
-            value = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            value = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
             resource.setrlimit(kind, (value, value))

@@ -182,7 +182,7 @@ class EventForwarder(Events):
         self.to = to
 
 
-def _passing(name: str) -> Any:
+def _forwarder(name: str) -> Any:
     def tell(self: EventForwarder, *arguments: Any) -> bool | None:
         answers = [getattr(receiver, name)(*arguments) for receiver in self.to]
         return True in answers or None
@@ -191,4 +191,4 @@ def _passing(name: str) -> Any:
 
 
 for _name in [name for name in vars(Events) if not name.startswith("_")]:
-    setattr(EventForwarder, _name, _passing(_name))
+    setattr(EventForwarder, _name, _forwarder(_name))

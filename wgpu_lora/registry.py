@@ -26,7 +26,9 @@ class Registry(MutableMapping[str, T]):
         self._patterns = patterns or {}
 
     def __getitem__(self, name: str) -> T:
-        entry = self._entries[name] if name in self._entries or not self._is_other(name) else self._other(name)
+        entry = (
+            self._entries[name] if name in self._entries or not self._is_other(name) else self._resolve_pattern(name)
+        )
         if isinstance(entry, str):
             module, _, attribute = entry.partition(":")
             result: T = getattr(import_module(module), attribute)
@@ -51,7 +53,7 @@ class Registry(MutableMapping[str, T]):
     def _is_other(self, name: object) -> bool:
         return isinstance(name, str) and any(re.fullmatch(pattern, name) for pattern in self._patterns)
 
-    def _other(self, name: str) -> T | str:
+    def _resolve_pattern(self, name: str) -> T | str:
         of_name = next(of_name for pattern, of_name in self._patterns.items() if re.fullmatch(pattern, name))
         module, _, function = of_name.partition(":")
         result: T = getattr(import_module(module), function)(name)

@@ -42,8 +42,8 @@ def end_signal_delayed() -> Iterator[None]:
 
 
 @contextmanager
-def repeat_discarded_interrupts(received: Callable[[], int | None]) -> Iterator[None]:
-    """Repeat the signal that was `received` if the KeyboardInterrupt that it raised was discarded.
+def repeat_discarded_interrupts(signal_number: Callable[[], int | None]) -> Iterator[None]:
+    """Repeat the signal that `signal_number` returns if the KeyboardInterrupt that it raised was discarded.
 
     Python discards what is raised in destructors, and in callbacks of C and of weak references. What destructors of
     objects raise that the interrupt left incomplete is not shown.
@@ -51,7 +51,7 @@ def repeat_discarded_interrupts(received: Callable[[], int | None]) -> Iterator[
     show = sys.unraisablehook
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
-        number = received()
+        number = signal_number()
         if number is None:
             show(unraisable)
         elif isinstance(unraisable.exc_value, KeyboardInterrupt):

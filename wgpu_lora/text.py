@@ -10,11 +10,11 @@ def count_noun(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
-def join_words(items: Sequence[object], more: int = 0, most: int | None = None) -> str:
-    """`a`, `a and b`, `a, b and c`; with `more`, or of more than `most`, `a, b and 40 more`."""
-    if most is not None and len(items) > most:
-        items, more = items[:most], len(items) - most
-    texts = [str(item) for item in items] + ([f"{more:,} more"] if more else [])
+def join_words(items: Sequence[object], extra: int = 0, limit: int | None = None) -> str:
+    """`a`, `a and b`, `a, b and c`; with `extra`, or of more than `limit`, `a, b and 40 more`."""
+    if limit is not None and len(items) > limit:
+        items, extra = items[:limit], len(items) - limit
+    texts = [str(item) for item in items] + ([f"{extra:,} more"] if extra else [])
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 

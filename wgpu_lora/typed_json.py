@@ -125,24 +125,24 @@ def _sentence(kind: Any, value: Any, name: str, problems: Sequence[Any]) -> str:
     first = min(problems, key=lambda problem: problem["type"] not in _UNKNOWN)
     place, result = _placed(value, first)
     below = "".join(f"[{part}]" if isinstance(part, int) else f".{escape_unprintable(part)[:60]}" for part in place)
-    called = f"{name[:-1]}{below}'" if name.startswith("'") else f"'{below.removeprefix('.')}'" if below else name
+    label = f"{name[:-1]}{below}'" if name.startswith("'") else f"'{below.removeprefix('.')}'" if below else name
     if first["type"] == "missing":
-        return f"{called} is missing"
+        return f"{label} is missing"
     if first["type"] in _UNKNOWN:
         names = [field.name for field in fields(_at(kind, place[:-1])) if field.init]
         with naming(IN_FILE):
             return (
-                f"{called} is not known: {advice(str(place[-1]).replace('-', '_'), names, f'use {join_words(names)}.')}"
+                f"{label} is not known: {advice(str(place[-1]).replace('-', '_'), names, f'use {join_words(names)}.')}"
             )
     alike = [problem for problem in problems if _placed(value, problem)[0] == place]
     texts = dict.fromkeys(_WORDS.get(problem["type"]) or _wording(problem["msg"]) for problem in alike)
     if "a number" in texts:
         texts.pop("a whole number", None)
     if first["type"] in _WORDS or _MUST_BE.match(first["msg"]):
-        *most, last = texts
-        expected = f"{', '.join(most)} or {last}" if most else last
-        return f"{called} must be {expected}, not {_shown(result)}"
-    return f"{called} is {_shown(result)} ({first['msg'].removeprefix('Value error, ')})"
+        *alternatives, last = texts
+        expected = f"{', '.join(alternatives)} or {last}" if alternatives else last
+        return f"{label} must be {expected}, not {_value_text(result)}"
+    return f"{label} is {_value_text(result)} ({first['msg'].removeprefix('Value error, ')})"
 
 
 def _wording(message: str) -> str:
@@ -150,7 +150,7 @@ def _wording(message: str) -> str:
     return text.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:60]}..."
 

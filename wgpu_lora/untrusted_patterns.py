@@ -38,12 +38,12 @@ def first_matches(
     patterns = [pattern for group in groups for pattern in group]
     if sum(map(len, patterns)) > MAX_CHARACTERS:
         raise UserError(f"the patterns are longer than {MAX_CHARACTERS:,} characters together")
-    here = len(patterns) * len(names) <= _MOST_HERE
+    is_small = len(patterns) * len(names) <= _MOST_HERE
     result: list[list[int | None]] = []
     child_patterns: list[list[tuple[int, str]]] = []  # by group, patterns that RE2 cannot match: (index, pattern)
     for group in groups:
         expressions = [rf"(.*\.)?({pattern})" if endings else pattern for pattern in group]
-        regular = [here and _is_regular(pattern) for pattern in group]
+        regular = [is_small and _is_regular(pattern) for pattern in group]
         compiled = [
             _compiled(pattern) if is_regular else None for pattern, is_regular in zip(expressions, regular, strict=True)
         ]
@@ -52,7 +52,8 @@ def first_matches(
     if any(child_patterns):
         firsts = _in_child(groups, child_patterns, names)
         result = [
-            [_least(*pair) for pair in zip(*group_pair, strict=True)] for group_pair in zip(result, firsts, strict=True)
+            [_minimum(*pair) for pair in zip(*group_pair, strict=True)]
+            for group_pair in zip(result, firsts, strict=True)
         ]
     return result
 
@@ -78,7 +79,7 @@ def _first(patterns: Sequence[Any], name: str) -> int | None:
     return next((i for i, pattern in enumerate(patterns) if pattern and pattern.fullmatch(name)), None)
 
 
-def _least(a: int | None, b: int | None) -> int | None:
+def _minimum(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)
 
 

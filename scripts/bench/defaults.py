@@ -62,11 +62,11 @@ def orders() -> tuple[list[Row], list[Row]]:
 def docstrings() -> tuple[list[Row], list[Row]]:
     """The signatures of public functions in the standard library, and the first sentences of their docstrings."""
     root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"test", "tests", "site-packages", "idlelib", "lib2to3", "turtledemo"}
+    excluded_folders = {"test", "tests", "site-packages", "idlelib", "lib2to3", "turtledemo"}
     rows = {}
     for path in sorted(root.rglob("*.py")):
         module = path.relative_to(root).with_suffix("").parts
-        if skipped & set(module):
+        if excluded_folders & set(module):
             continue
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):

@@ -95,15 +95,15 @@ class Figures:
         for row in self.rows:
             if "not_run" in row:
                 continue
-            ours = row["side"].startswith("ours")
-            versions = row["environment"]["versions"] if ours else row["versions"]
-            named = ("wgpu-lora", "wgpu") if ours else ("torch", "peft")
-            version_texts = [f"{name} {versions[name]}" for name in named if name in versions]
+            is_ours = row["side"].startswith("ours")
+            versions = row["environment"]["versions"] if is_ours else row["versions"]
+            packages = ("wgpu-lora", "wgpu") if is_ours else ("torch", "peft")
+            version_texts = [f"{name} {versions[name]}" for name in packages if name in versions]
             layers = f", {count_noun(row['layers'], 'layer')}" if row["layers"] else ""
             on_device = row.get("planned", row.get("allocated"))
             ratio, joules = row["ratio"], row.get("joules_per_token")
             cells = (
-                self.device if ours else self.processor if row["device"] == "cpu" else row["device"],
+                self.device if is_ours else self.processor if row["device"] == "cpu" else row["device"],
                 f"{row['shape']}{layers}, rank {row['rank']}",
                 row["work"],
                 row["side"],
@@ -112,7 +112,7 @@ class Figures:
                 "" if on_device is None else format_bytes(on_device),
                 format_bytes(row["resident"]),
                 "" if joules is None else f"{1000 * joules:.1f}",
-                ", ".join([*version_texts, f"commit {self.commit[:8]}"] if ours and self.commit else version_texts),
+                ", ".join([*version_texts, f"commit {self.commit[:8]}"] if is_ours and self.commit else version_texts),
             )
             yield table_row(cells)
 

@@ -80,7 +80,7 @@ def parts(device: str | None, quick: bool) -> Iterator[Part]:
     on: Record = {"device": device} if device else {}
     layers, tokens = {"layers": 1} if quick else {}, {"tokens": 32 if quick else 512}
     steps, rounds = {"max_steps": 4 if quick else 12}, {"rounds": 1, "steps": 2} if quick else {}
-    less: Record = {**layers, **tokens, "time_limit": 0.2} if quick else {}
+    quick_options: Record = {**layers, **tokens, "time_limit": 0.2} if quick else {}
     shapes = QUICK_SHAPES if quick else SHAPES
     for shape in shapes:
         yield Part(
@@ -90,9 +90,9 @@ def parts(device: str | None, quick: bool) -> Iterator[Part]:
         pieces = []
         for name in bricks_of(shape_config(shape)):
             option_names = ("time_limit", *load_contract(name).options)  # a brick refuses any other
-            options = {name: value for name, value in less.items() if name in option_names}
+            options = {name: value for name, value in quick_options.items() if name in option_names}
             pieces.append(Part(f"{name} at {shape}", "bench", {"bricks": [name], "shape": shape, **options, **on}))
-        yield Part(f"bricks at {shape}", "bench", {"shape": shape, **less, **on}, pieces=tuple(pieces))
+        yield Part(f"bricks at {shape}", "bench", {"shape": shape, **quick_options, **on}, pieces=tuple(pieces))
     yield Part("training on the demo", "bench-training", {"recipe": "demo", **(steps if quick else {}), **on})
     for shape in shapes:
         options = {"shape": shape, **layers, **tokens, **steps, **on}
@@ -134,7 +134,7 @@ def outcomes(work: Iterable[Part], timeout: float) -> Iterator[Record]:
 
 def wrong(outcomes: Iterable[Record]) -> int:
     """The exit code: 1 if a kernel is wrong. Other parts that fail say so in the report."""
-    return int(any(measured.get("right") is False for outcome in outcomes for measured in outcome["results"]))
+    return int(any(record.get("right") is False for outcome in outcomes for record in outcome["results"]))
 
 
 # -- the job `kernels` -------------------------------------------------------------------------------------------------
@@ -277,26 +277,26 @@ def kernels(port: EventWriter, *, where: str, **options: Any) -> JobResult:
     prediction = nearest(device, read_predictions())
     if prediction:
         port.measured({"kind": "predicted", **{name: value for name, value in prediction.items() if name != "kernels"}})
-    wrong, refused = list[str](), list[UserError]()
+    wrong, refusals = list[str](), list[UserError]()
     for records in (tilings(device, work), step(device, work)):
-        for record in _until_refused(records, refused):
+        for record in _until_refused(records, refusals):
             port.measured(record)
             if record.get("right", True) is False:
                 wrong.append(record["kernel"])
-    if refused and not wrong:
-        raise refused[0]
+    if refusals and not wrong:
+        raise refusals[0]
     names = ", ".join(dict.fromkeys(wrong))
-    message = "; ".join([f"these kernels are wrong: {names}", *dict.fromkeys(map(str, refused))])
+    message = "; ".join([f"these kernels are wrong: {names}", *dict.fromkeys(map(str, refusals))])
     return JobResult({"wrong": wrong}, int(bool(wrong)), message if wrong else "")
 
 
-def _until_refused(records: Iterator[Record], refused: list[UserError]) -> Iterator[Record]:
+def _until_refused(records: Iterator[Record], refusals: list[UserError]) -> Iterator[Record]:
     try:
         yield from records
     except WrongResults as error:
         yield _wrong(error)
     except UserError as error:
-        refused.append(error)
+        refusals.append(error)
 
 
 def main() -> int:

@@ -325,8 +325,8 @@ class Parts:
             self._dispatches.append(program.dispatches[-1])  # so that its id is not another's
             self.labels[id(program.dispatches[-1])] = self._part
 
-        def labelled_node(rec: Recorder, backward: Callable[[], None], *args: Any, **more: Any) -> None:
-            node(rec, self._within(self._part, backward), *args, **more)
+        def labelled_node(rec: Recorder, backward: Callable[[], None], *args: Any, **kwargs: Any) -> None:
+            node(rec, self._within(self._part, backward), *args, **kwargs)
 
         self._patches.enter_context(patch.object(Program, "dispatch", labelled_dispatch))
         self._patches.enter_context(patch.object(Recorder, "node", labelled_node))
@@ -338,10 +338,10 @@ class Parts:
         self._patches.close()
 
     def _within(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def within(*args: Any, **more: Any) -> Any:
+        def within(*args: Any, **kwargs: Any) -> Any:
             before, self._part = self._part, part
             try:
-                return function(*args, **more)
+                return function(*args, **kwargs)
             finally:
                 self._part = before
 

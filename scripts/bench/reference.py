@@ -120,9 +120,13 @@ class OurSide:
 
     def memory(self) -> Record:
         """planned, allocated: bytes on the device. resident: growth of the process, including a software device."""
-        planned = self._step.session.memory().training
+        planned_bytes = self._step.session.memory().training
         allocated = self._model.device.peak_allocated
-        return {"planned": planned, "allocated": allocated, "resident": peak_resident_bytes() - self._after_imports}
+        return {
+            "planned": planned_bytes,
+            "allocated": allocated,
+            "resident": peak_resident_bytes() - self._after_imports,
+        }
 
     def serve(self, prompt: int, new: int, runs: int) -> Record:
         """Tokens/s of a prompt of `prompt` tokens and of `new` generated ones, medians of `runs` after two more."""
@@ -179,10 +183,12 @@ class TorchSide:
         rope = {"rope_type": "default", "rope_theta": config.rope_theta}  # a scaled one takes the same time
         values = {name: getattr(config, name) for name in CONFIG}
         values |= {"rope_parameters": rope, "use_cache": False}
-        theirs = self._transformers.AutoConfig.for_model(config.architecture, **values)
+        torch_config = self._transformers.AutoConfig.for_model(config.architecture, **values)
         dtype = torch.float32 if base_dtype == "f32" else torch.bfloat16
         with self._device:
-            model = self._transformers.AutoModelForCausalLM.from_config(theirs, dtype=dtype, attn_implementation="sdpa")
+            model = self._transformers.AutoModelForCausalLM.from_config(
+                torch_config, dtype=dtype, attn_implementation="sdpa"
+            )
         checkpoint = SyntheticCheckpoint(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -418,7 +424,7 @@ def measure(request: Comparison, no_serving: bool, file: Path | None) -> int:
     """Compare, show and write; 1 if a side did not run."""
     request.check()
     with Writer(file) as writer:  # refuses what cannot be written
-        rows, served = _measured(request, no_serving)
+        rows, served = _measure(request, no_serving)
         result = {
             "schema": SCHEMA,
             "commit": commit(),
@@ -433,7 +439,7 @@ def measure(request: Comparison, no_serving: bool, file: Path | None) -> int:
     return int(bool(failed))
 
 
-def _measured(request: Comparison, no_serving: bool) -> tuple[list[Record], list[Record]]:
+def _measure(request: Comparison, no_serving: bool) -> tuple[list[Record], list[Record]]:
     """Steps and serving, as they are shown."""
     rows: list[Record] = []
     for count in request.rows:

@@ -210,7 +210,7 @@ def pretrain(tokenizer: Tokenizer, library: list[str], rows: Iterator[dict], fol
     code = _library_windows(tokenizer, library, options.window, random.Random(f"library {options.seed}"))
     chat = _instruction_batches(tokenizer, rows, options.instruction_rows)
     pad = tokenizer.token_to_id(END_OF_TEXT)
-    began, tokens = time.monotonic(), 0
+    start, tokens = time.monotonic(), 0
     recent: list[list[float]] = []
     for step in range(options.steps):
         parts = [[next(code) for _ in range(options.library_windows)], next(chat)]
@@ -230,14 +230,14 @@ def pretrain(tokenizer: Tokenizer, library: list[str], rows: Iterator[dict], fol
             save(copy.deepcopy(model), tokenizer, folder)
         if step % 20 == 0 or step + 1 == options.steps:
             library_loss, chat_loss = (sum(part) / len(recent) for part in zip(*recent, strict=True))
-            seconds = time.monotonic() - began
+            seconds = time.monotonic() - start
             print(f"step {step} library {library_loss:.3f} instructions {chat_loss:.3f} {seconds:.0f}s", flush=True)
     save(model, tokenizer, folder)
     return {
         "options": asdict(options),
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens": tokens,
-        "seconds": round(time.monotonic() - began),
+        "seconds": round(time.monotonic() - start),
         "library_loss": round(library_loss, 4),
         "instruction_loss": round(chat_loss, 4),
     }

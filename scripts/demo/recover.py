@@ -30,14 +30,14 @@ LENGTH = 128  # tokens; the demo's longest row has fewer
 def passed(model: Path) -> int:
     """How many of the held-out requests the model answers with code that passes its check."""
     rows = [row for _, row in read_jsonl(DEMO_HELDOUT)]
-    loaded, count = load(str(model)), 0
+    loaded_model, count = load(str(model)), 0
     for start in range(0, len(rows), BATCH):
-        some = rows[start : start + BATCH]
-        answers = answer(loaded, [request_of(row) for row in some], max_new_tokens=NEW_TOKENS, batch=BATCH)
+        batch = rows[start : start + BATCH]
+        answers = answer(loaded_model, [request_of(row) for row in batch], max_new_tokens=NEW_TOKENS, batch=BATCH)
         count += sum(
-            run_check(completion.text, row["check"]).passed for completion, row in zip(answers, some, strict=True)
+            run_check(completion.text, row["check"]).passed for completion, row in zip(answers, batch, strict=True)
         )
-    loaded.unload()
+    loaded_model.unload()
     return count
 
 

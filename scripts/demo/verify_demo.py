@@ -114,9 +114,9 @@ def main() -> None:
     before = score(model, tokenizer, heldout, args.show, args.allow_unconfined)
     print(f"before {before:.3f}", flush=True)
     tuned = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
-    began = time.monotonic()
+    start = time.monotonic()
     tokens, loss = finetune(tuned, tokenizer, train, args)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start
     after = score(tuned, tokenizer, heldout, args.show, args.allow_unconfined)
     record |= {"tokens": tokens, "loss": round(loss, 5), "seconds": round(seconds), "before": before, "after": after}
     print(json.dumps(record), flush=True)

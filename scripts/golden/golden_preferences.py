@@ -60,8 +60,8 @@ def preferences(models: Path, initial: Arrays) -> Arrays:
 def pairs(vocab: int) -> list[Pair]:
     rng = np.random.default_rng(5)
 
-    def ids(least: int, most: int) -> list[int]:
-        return rng.integers(3, vocab, rng.integers(least, most)).tolist()
+    def ids(low: int, high: int) -> list[int]:
+        return rng.integers(3, vocab, rng.integers(low, high)).tolist()
 
     return [{"prompt_ids": ids(1, 6), "chosen_ids": ids(2, 8), "rejected_ids": ids(2, 8)} for _ in range(PAIRS)]
 

@@ -170,10 +170,10 @@ INITIALISATIONS = ("pissa", "olora")
 
 def variants(models: Path, golden: Path) -> Arrays:
     """Everything that tests/fixtures/golden/variants.safetensors holds."""
-    base, stored = load(models / VARIANTS_OF), load_file(golden / f"{VARIANTS_OF}.safetensors")
-    batch = stored["input_ids"], stored["labels"], stored["lengths"]
-    data = stored["data_ids"], stored["data_labels"], stored["data_lengths"]
-    adapter = {name.removeprefix("adapter."): values for name, values in stored.items() if name.startswith("adapter.")}
+    base, tensors = load(models / VARIANTS_OF), load_file(golden / f"{VARIANTS_OF}.safetensors")
+    batch = tensors["input_ids"], tensors["labels"], tensors["lengths"]
+    data = tensors["data_ids"], tensors["data_labels"], tensors["data_lengths"]
+    adapter = {name.removeprefix("adapter."): values for name, values in tensors.items() if name.startswith("adapter.")}
     rng, out = np.random.default_rng(60), {}
     for (layer, module), linear in linears(base).items():
         norms = torch.linalg.norm(linear.weight, dim=1).detach().numpy()
@@ -249,8 +249,8 @@ def generation(models: Path, golden: Path) -> Arrays:
     """Everything that tests/fixtures/golden/generation.safetensors holds: prompts and their tokens, by architecture."""
     out = {}
     for architecture in CONFIGS:
-        model, stored = load(models / architecture), load_file(golden / f"{architecture}.safetensors")
-        prompts = (ids[:length] for ids in stored["data_ids"] for length in (2, 3, 4, 5))
+        model, tensors = load(models / architecture), load_file(golden / f"{architecture}.safetensors")
+        prompts = (ids[:length] for ids in tensors["data_ids"] for length in (2, 3, 4, 5))
         prompt, tokens = next(
             (prompt, candidate) for prompt in prompts if (candidate := continued(model, prompt)) is not None
         )

@@ -45,8 +45,8 @@ def peft_adapters(output: Path) -> dict[str, np.ndarray]:
     for name, (architecture, _) in ADAPTERS.items():
         directory = output / "peft" / name
         save_adapter(name, output / "models", directory)
-        stored = load_file(output / "golden" / f"{architecture}.safetensors")
-        ids = stored["input_ids"][:1, : stored["lengths"][0]]
+        tensors = load_file(output / "golden" / f"{architecture}.safetensors")
+        ids = tensors["input_ids"][:1, : tensors["lengths"][0]]
         out |= {f"{name}.input_ids": ids, f"{name}.logits": adapter_logits(name, output / "models", directory, ids)}
     return out
 

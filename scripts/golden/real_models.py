@@ -50,12 +50,12 @@ def token_ids(name: str, file: Path, tokenizer: Any) -> list[list[int]]:
     llama.cpp's for SmolLM2, because transformers loses the digits' own pieces ("½") when it reads a GGUF file;
     transformers' for Gemma, because llama.cpp does not find the spaces of "a▁▁b".
     """
-    theirs = [tokenizer.encode(text, add_special_tokens=False) for text in cases.ODD_TEXTS]
+    transformers_ids = [tokenizer.encode(text, add_special_tokens=False) for text in cases.ODD_TEXTS]
     model = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
     llama = [model.tokenize(text.encode(), add_bos=False, special=True) for text in cases.ODD_TEXTS]
-    different = [text for text, a, b in zip(cases.ODD_TEXTS, theirs, llama, strict=True) if a != b]
+    different = [text for text, a, b in zip(cases.ODD_TEXTS, transformers_ids, llama, strict=True) if a != b]
     assert different == {"smollm2": ["ﬁ ½ ① Å Å"], "gemma3": ["a▁▁b"]}[name], different
-    return llama if name == "smollm2" else theirs
+    return llama if name == "smollm2" else transformers_ids
 
 
 def chats(model: transformers.PreTrainedModel, tokenizer: Any) -> Values:

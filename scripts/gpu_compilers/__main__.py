@@ -210,8 +210,8 @@ def ask_all(
     places = {gpu.name: place_of(gpu, root, in_root) for gpu in gpus}
     pairs = [(gpu, size) for gpu in gpus for size in sizes or gpu.subgroups]
     with ThreadPoolExecutor(jobs) as pool:
-        running = [pool.submit(ask, gpu, size, places[gpu.name], selection, raw) for gpu, size in pairs]
-        return [future.result() for future in running]
+        futures = [pool.submit(ask, gpu, size, places[gpu.name], selection, raw) for gpu, size in pairs]
+        return [future.result() for future in futures]
 
 
 def violations(answers: Sequence[Answers], predicted: dict[str, Any]) -> list[str]:
@@ -223,10 +223,10 @@ def violations(answers: Sequence[Answers], predicted: dict[str, Any]) -> list[st
             sentences.append(f"{where}: nothing was compiled")
         for row in answer.rows:
             if row.spills and not row.repeated:
-                how = "its default tiling" if row.call["default"] else "a tiling that the tuner may choose"
+                tiling_text = "its default tiling" if row.call["default"] else "a tiling that the tuner may choose"
                 shapes = ", ".join(row.call["used_by"])
                 sentences.append(
-                    f"{where}: {label(row)} ({shapes}) spills in {how}, {tiling_words(row)}: {amount(row)}"
+                    f"{where}: {label(row)} ({shapes}) spills in {tiling_text}, {tiling_words(row)}: {amount(row)}"
                 )
         sentences += losses(answer, predicted)
     return sentences

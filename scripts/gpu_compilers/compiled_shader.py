@@ -114,19 +114,19 @@ def innermost(code: Sequence[Instruction], following: Sequence[Sequence[int]], l
         return None
 
     def walk(start: int, edges: Sequence[Sequence[int]], inside: set[int]) -> set[int]:
-        reached, waiting = set[int](), [start]
-        while waiting:
-            new = (inside & {*edges[waiting.pop()]}) - reached
+        reached, stack = set[int](), [start]
+        while stack:
+            new = (inside & {*edges[stack.pop()]}) - reached
             reached |= new
-            waiting += new
+            stack += new
         return reached
 
-    used = {0} | walk(0, following, set(range(len(code))))
+    reachable = {0} | walk(0, following, set(range(len(code))))
     preceding: list[list[int]] = [[] for _ in code]
-    for place in used:
+    for place in reachable:
         for target in following[place]:
             preceding[target].append(place)
-    pivots = sorted(target for target in used if any(place >= target for place in preceding[target]))
+    pivots = sorted(target for target in reachable if any(place >= target for place in preceding[target]))
 
     def innermost_of(places: set[int]) -> list[set[int]]:
         """Strongly connected parts, which have no others within once they cannot be entered."""
@@ -139,7 +139,7 @@ def innermost(code: Sequence[Instruction], following: Sequence[Sequence[int]], l
         return bodies
 
     loops = []
-    for body in innermost_of(used):
+    for body in innermost_of(reachable):
         counts = Counter[Kind]()
         for place in body:
             counts[code[place].kind] += code[place].amount

@@ -131,7 +131,7 @@ def details(answer: Answers) -> Table:
     columns = (
         "registers",
         "spilled",
-        f"{answer.gpu.occupancy[0]}, of {answer.most}",
+        f"{answer.gpu.occupancy[0]}, of {answer.max_occupancy}",
         "shared bytes",
         "instructions",
         "inner loop",
@@ -160,8 +160,8 @@ def details(answer: Answers) -> Table:
     return table
 
 
-def show(answers: Sequence[Answers], every: bool) -> None:
-    parts: list[Any] = [details(answer) for answer in answers] if every else []
+def show(answers: Sequence[Answers], with_details: bool) -> None:
+    parts: list[Any] = [details(answer) for answer in answers] if with_details else []
     console = Console(width=None if Console().is_terminal else 160, highlight=False)
     console.print(Group(*parts, bounds(answers), summary(answers)))
 

@@ -73,7 +73,7 @@ class Answers:
     rows: list[Row] = field(default_factory=list)
 
     @property
-    def most(self) -> int:
+    def max_occupancy(self) -> int:
         """The highest occupancy, in the GPU's unit."""
         return self.gpu.occupancy[1] * self.subgroup_size // 32
 
@@ -83,7 +83,7 @@ class Answers:
             "device": self.device,
             "driver": self.driver,
             "subgroup_size": self.subgroup_size,
-            "occupancy": {"unit": self.gpu.occupancy[0], "most": self.most},
+            "occupancy": {"unit": self.gpu.occupancy[0], "most": self.max_occupancy},
             "kernels": [row.to_json() for row in self.rows],
         }
 
@@ -137,10 +137,12 @@ def _read(answers: Answers, printed: IO[str], raw: Path | None) -> tuple[bool, l
 
 def _row(answers: Answers, call: dict[str, Any], section: list[str]) -> Row:
     if not any(section):  # drivers compile a program once, and then know it although its text differs
-        same = [row for row in answers.rows if all(row.call[n] == call[n] for n in ("kernel", "bindings", "tiling"))]
-        if same:
+        candidates = [
+            row for row in answers.rows if all(row.call[n] == call[n] for n in ("kernel", "bindings", "tiling"))
+        ]
+        if candidates:
             nearest = max(
-                same, key=lambda row: sum(row.call["constants"].get(n) == v for n, v in call["constants"].items())
+                candidates, key=lambda row: sum(row.call["constants"].get(n) == v for n, v in call["constants"].items())
             )
             return replace(nearest, call=call, repeated=True)
     try:
@@ -167,14 +169,14 @@ def _sections(printed: IO[str]) -> Iterator[tuple[dict[str, Any], list[str]]]:
 # -- in the process ----------------------------------------------------------------------------------------------------
 
 
-def mark(what: dict[str, Any]) -> None:
+def mark(content: dict[str, Any]) -> None:
     """Write a marker after all that the compilers have printed so far."""
     _LIBC.fflush(None)  # drivers print with C's buffers
-    os.write(sys.stdout.fileno(), f"\n{MARKER}{json.dumps(what)}\n".encode())
+    os.write(sys.stdout.fileno(), f"\n{MARKER}{json.dumps(content)}\n".encode())
 
 
-def compile_all(subgroup_size: int, selection: Selection, skipped: int) -> None:
-    """Compiles every call behind the first `skipped`, with a marker before each; compilers print in between.
+def compile_all(subgroup_size: int, selection: Selection, offset: int) -> None:
+    """Compiles every call behind the first `offset`, with a marker before each; compilers print in between.
 
     Runs where a shim pretends that the GPU is there.
     """
@@ -182,7 +184,7 @@ def compile_all(subgroup_size: int, selection: Selection, skipped: int) -> None:
     _LIBC.setvbuf(ctypes.c_void_p.in_dll(_LIBC, "stdout"), None, LINES, 0)
     device = Device(0, DeviceOptions(subgroup_size=subgroup_size, backend=selection.backend))
     mark({"device": device.info.name, "driver": device.info.driver, "software": device.capabilities.software})
-    for call in calls(selection, device)[skipped:]:
+    for call in calls(selection, device)[offset:]:
         mark({"call": call.to_json()})
         try:
             call.kernel.compute_pipeline(device, call.present, call.constants, call.tiling)

@@ -49,12 +49,12 @@ class Bound:
     cycles: Mapping[str, float]
 
 
-def bound(loop: Loop, rates: Rates, threads: int = 64, least: int = FEW) -> Bound | None:
-    """None for a loop with fewer multiply-adds than `least`: memory decides there.
+def bound(loop: Loop, rates: Rates, threads: int = 64, minimum: int = FEW) -> Bound | None:
+    """None for a loop with fewer multiply-adds than `minimum`: memory decides there.
 
     threads: of a workgroup. With fewer than the subgroup's lanes, the others are idle.
     """
-    if loop.multiply_adds < least:
+    if loop.multiply_adds < minimum:
         return None
     cycles = Counter[str]({"issue": loop.instructions * rates.issue})
     for kind, count in loop.counts.items():

@@ -49,7 +49,7 @@ def piece(gpu: Gpu, row: Row, work: Work, count: int) -> Piece:
     """Dispatches in a row's tiling. Raises UserError if their work or the bound of their loop is not known."""
     kernel, threads, loop = row.call["kernel"], row.tiling.lanes, row.compiled and row.compiled.loop
     memory, computing = work.nbytes / gpu.bandwidth, 0.0
-    limit = bound(loop, gpu.rates, threads, least=1) if loop and work.multiply_adds else None
+    limit = bound(loop, gpu.rates, threads, minimum=1) if loop and work.multiply_adds else None
     if (work.multiply_adds and not limit) or (row.bound and not work.multiply_adds):
         raise UserError(f"The time of {kernel} cannot be predicted on {gpu.title}: choose another shape or GPU.")
     if limit and loop:
@@ -62,13 +62,13 @@ def piece(gpu: Gpu, row: Row, work: Work, count: int) -> Piece:
 
 def pieces(answers: Answers, fastest: bool) -> list[Piece]:
     """All dispatches of a step, in the tilings that are the fastest by this model, or in the default ones."""
-    offered = defaultdict[int, list[Piece]](list)
+    candidates = defaultdict[int, list[Piece]](list)
     for row in answers.rows:
         for values, count in row.call["work"]:
             work = Work(**values)
             if work.default or (fastest and not row.spills):
-                offered[work.number].append(piece(answers.gpu, row, work, count))
-    return [min(same, key=lambda item: item.seconds) for same in offered.values()]
+                candidates[work.number].append(piece(answers.gpu, row, work, count))
+    return [min(group, key=lambda item: item.seconds) for group in candidates.values()]
 
 
 def by_kernel(parts: Iterable[Piece]) -> dict[str, list[Piece]]:

@@ -129,8 +129,8 @@ def calls(selection: Selection, device: Device) -> list[Call]:
                 if step not in steps:
                     steps.append(step)
                 if selection.batch:
-                    same = dispatch.kernel.name, dispatch.present, tuple(sorted(dispatch.constants.items()))
-                    number = numbers.setdefault(same, len(numbers))
+                    work_key = dispatch.kernel.name, dispatch.present, tuple(sorted(dispatch.constants.items()))
+                    number = numbers.setdefault(work_key, len(numbers))
                     call.work[work_of(dispatch.tiled(tiling), number, default, pairs)] += 1
     return list(result.values())
 
@@ -139,13 +139,13 @@ def _tilings(dispatch: Dispatch, device: Device, selection: Selection) -> list[T
     kernel = dispatch.kernel
     if selection.kernels and not any(part in kernel.name for part in selection.kernels):
         return []
-    offered: Sequence[Tiling] = [dispatch.tiling]
+    tilings: Sequence[Tiling] = [dispatch.tiling]
     if kernel.tuning and not dispatch.fixed:
         if selection.candidates:
-            offered = kernel.tilings(device.capabilities, dispatch.constants)
+            tilings = kernel.tilings(device.capabilities, dispatch.constants)
         if selection.tiling:
-            offered = [*offered, Tiling.from_json(selection.tiling)]
-    return list(offered)
+            tilings = [*tilings, Tiling.from_json(selection.tiling)]
+    return list(tilings)
 
 
 def _programs(selection: Selection, device: Device) -> Iterator[tuple[str, str, Program]]:
@@ -192,8 +192,8 @@ def moved(dispatch: Dispatch) -> int:
     total = 0
     for name, tensor in zip(dispatch.present, dispatch.tensors, strict=True):
         times = 2 if kernel.bindings[name] == "inout" and not written_only else 1
-        picked = min(1, c["rows"] / c["count"]) if (kernel.name, name) == ("embedding_rows", "b") else 1
-        total += round(times * picked * tensor.nbytes)
+        share = min(1, c["rows"] / c["count"]) if (kernel.name, name) == ("embedding_rows", "b") else 1
+        total += round(times * share * tensor.nbytes)
     return total
 
 

@@ -99,9 +99,9 @@ def test_a_device_that_refuses_is_asked_for_less(device: Device, monkeypatch: py
     model = chosen_model(None, "mini", 1, device)
     refused = {"bounded_by": search.REFUSED, "why": "The device could not allocate", "not_run": None}
     for most, batches, summary, rows in (
-        (5, {"most": 8}, {"planned": 8, "confirmed": 5, **refused}, "1 OK, 2 OK, 4 OK, 5 MAX, 6 OOM, 8 OOM"),
+        (5, {"max_rows": 8}, {"planned": 8, "confirmed": 5, **refused}, "1 OK, 2 OK, 4 OK, 5 MAX, 6 OOM, 8 OOM"),
         (5, {"sizes": (3, 5, 6, 7)}, {}, "3 OK, 5 MAX, 6 OOM"),
-        (99, {"most": 20}, {"planned": 20, "confirmed": 20}, "1 OK, 2 OK, 4 OK, 8 OK, 16 OK, 20 OK"),
+        (99, {"max_rows": 20}, {"planned": 20, "confirmed": 20}, "1 OK, 2 OK, 4 OK, 8 OK, 16 OK, 20 OK"),
     ):
         monkeypatch.setattr(search, "measure", measured(most))
         report = find_max_batch(model, Batches(ARGS, **batches))
@@ -114,7 +114,7 @@ def test_what_would_take_too_long_is_planned_alone(
 ):
     monkeypatch.setattr("wgpu_lora.gpu.device.Device", lambda selector: device)
     monkeypatch.setattr(search, "measure", measured(seconds=10.0))
-    report = find_max_batch(chosen_model(None, "mini", 1, device), Batches(ARGS, most=80, seconds=250))
+    report = find_max_batch(chosen_model(None, "mini", 1, device), Batches(ARGS, max_rows=80, seconds=250))
     for summary in report["summary"]:
         assert (summary["planned"], summary["confirmed"], summary["bounded_by"]) == (80, 16, search.MOST)
         assert summary["not_run"] == "a step of 32 rows would take about 320 s, and 250 s of the 250 s were left"
@@ -160,4 +160,4 @@ def test_search_as_a_command(
     assert "1 row with gradient checkpointing, limited by the given maximum; a step of them ran" in out
     assert "none fits with gradient checkpointing, limited by the device" in out
     with pytest.raises(UserError, match="--max-batch must be at least 1, not 0"):
-        Batches(most=0)
+        Batches(max_rows=0)

@@ -50,7 +50,7 @@ class Lab:
 
     def start(self) -> list[UnitState]:
         """Place what waits."""
-        waiting = run_queue.Queue().waiting(self.state, 1, self.now)
+        waiting = run_queue.Queue().waiting_units(self.state, 1, self.now)
         units = []
         for placement in place(waiting, run_queue.places(self.state, 1, self.now), self.now):
             units.append(run_state.join_units(self.state, placement.tasks))

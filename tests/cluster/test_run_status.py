@@ -42,7 +42,7 @@ class Seen:
         self.fetches: list[str] = []
         self.unwritten: list[tuple[str, str]] = []
 
-    def shown(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: Snapshot) -> None:
         self.snapshots.append(snapshot)
 
     def away(self, seconds: float) -> None:
@@ -142,9 +142,9 @@ def test_lines_for_pipes(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table("r")
     running = task_view("a", step=2, loss=1.5, eval_loss=2.0, tokens_per_second=1234.0, device=DEVICE.id)
     event = EventLine(1.0, "a moves to beta")
-    table.shown(snapshot(running, nodes=(NODE,), events=[event]))
-    table.shown(snapshot(replace(running, progress=replace(running.progress, step=3)), nodes=(NODE,), events=[event]))
-    table.shown(snapshot(replace(running, state="failed", reason="no luck"), nodes=(NODE,), events=[event]))
+    table.update(snapshot(running, nodes=(NODE,), events=[event]))
+    table.update(snapshot(replace(running, progress=replace(running.progress, step=3)), nodes=(NODE,), events=[event]))
+    table.update(snapshot(replace(running, state="failed", reason="no luck"), nodes=(NODE,), events=[event]))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("event ")
     assert lines[0].endswith("a moves to beta")
@@ -180,7 +180,7 @@ def test_a_result_that_cannot_be_put_in_place_is_explained(capsys: pytest.Captur
     placed = task_view("b", "finished", 10, fetched=True, reason="of no interest any more")
     state = snapshot(waits, placed, nodes=(NODE,))
     assert f"a: {AWAY[:50]}" in rendered(Table("r").table(state))
-    for show_it in (Table("r").shown, lambda view: report(Followed(view)), show_status):
+    for show_it in (Table("r").update, lambda view: report(Followed(view)), show_status):
         show_it(state)
         output = capsys.readouterr().out
         assert AWAY in output
@@ -193,7 +193,7 @@ def test_a_helper_that_refuses_is_explained(capsys: pytest.CaptureFixture[str]) 
     many = [task_view(f"waits-{number}", "pending", reason=f"reason {number}") for number in range(100)]
     state = snapshot(*many, *running, nodes=(NODE,))
     assert f"a and 2 others: {why}" in " ".join(rendered(Table("r").table(state)).split())  # lines may be broken
-    Table("r").shown(state)
+    Table("r").update(state)
     assert capsys.readouterr().out.count(why) == 3
     show_status(state)
     output = capsys.readouterr().out
@@ -219,7 +219,7 @@ def test_a_terminal_gets_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     out.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stderr", out)
     with Table("r") as table:
-        table.shown(snapshot(task_view("a", loss=1.0), nodes=(NODE,)))
+        table.update(snapshot(task_view("a", loss=1.0), nodes=(NODE,)))
         table.fetching("a")
         table.away(30)
     assert "a" in out.getvalue()

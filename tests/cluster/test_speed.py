@@ -15,7 +15,7 @@ from support.bench import mini
 
 from wgpu_lora.bench.bricks import WORKLOADS
 from wgpu_lora.cluster import device_resources
-from wgpu_lora.cluster.device_resources import Speed, cached, measured
+from wgpu_lora.cluster.device_resources import Speed, cached, measure_speed
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_list import DeviceInfo
@@ -67,30 +67,30 @@ def test_a_speed_is_measured_once_for_a_device_driver_and_shaders(
 ) -> None:
     worker.results = [result(), result(200.0), result(300.0)]
     assert cached(INFO) is None
-    assert measured(INFO) == measured(INFO) == cached(INFO) == Speed(100.0, 1.25)
+    assert measure_speed(INFO) == measure_speed(INFO) == cached(INFO) == Speed(100.0, 1.25)
     assert worker.requests == [("speed", {"device": 3})]
     assert cached(replace(INFO, index=9)) == Speed(100.0, 1.25)  # the index may change
     for other in ({"driver": "driver 2"}, {"name": "Other"}, {"backend": "D3D12"}, {"device_id": 1}):
         assert cached(replace(INFO, **other)) is None
-    assert measured(INFO, again=True).tokens_per_second == 200.0
+    assert measure_speed(INFO, refresh=True).tokens_per_second == 200.0
     assert cached(INFO) == Speed(200.0, 1.25)
     versions = device_resources.own_versions()
     monkeypatch.setattr(device_resources, "own_versions", lambda: replace(versions, shaders="other"))
     assert cached(INFO) is None
-    assert measured(INFO).tokens_per_second == 300.0
+    assert measure_speed(INFO).tokens_per_second == 300.0
 
 
 def test_a_speed_beside_others_is_marked_and_not_kept(worker: type[FakeWorker]) -> None:
     worker.results = [result(50.0, ("pid 7 (finetune out)",)), result()]
-    assert measured(INFO).beside == ["pid 7 (finetune out)"]
+    assert measure_speed(INFO).beside == ["pid 7 (finetune out)"]
     assert cached(INFO) is None
-    assert measured(INFO) == cached(INFO) == Speed(100.0, 1.25)
+    assert measure_speed(INFO) == cached(INFO) == Speed(100.0, 1.25)
 
 
 @pytest.mark.parametrize("damage", ["", "[]", '{"schema": 1}', "[" * 5000, "speed", "tokens", "other"])
 def test_a_damaged_file_is_measured_again(worker: type[FakeWorker], tmp_path: Path, damage: str) -> None:
     worker.results = [result(), result(200.0)]
-    measured(INFO)
+    measure_speed(INFO)
     (file,) = (tmp_path / "speed").glob("*.json")
     content = json.loads(file.read_text())
     changed = {
@@ -100,14 +100,14 @@ def test_a_damaged_file_is_measured_again(worker: type[FakeWorker], tmp_path: Pa
     }
     file.write_text(json.dumps(changed[damage]) if damage in changed else damage)
     assert cached(INFO) is None
-    assert measured(INFO) == cached(INFO) == Speed(200.0, 1.25)
+    assert measure_speed(INFO) == cached(INFO) == Speed(200.0, 1.25)
 
 
 @pytest.mark.parametrize("wrong", [WorkerFailed("speed ended with exit code -11: it said nothing", -11), {"zork": 1}])
 def test_a_driver_that_crashes_costs_nothing(worker: type[FakeWorker], wrong: Any) -> None:
     worker.results = [wrong]
     with pytest.raises(UserError, match=r"^The speed of Some GPU cannot be measured: "):
-        measured(INFO)
+        measure_speed(INFO)
     assert cached(INFO) is None
 
 

@@ -17,7 +17,7 @@ from wgpu_lora.cluster.sweep import (
     grid_of,
     grid_point,
     grid_size,
-    planned,
+    plan_sweep,
     ranked,
     sweep_tasks,
     write_results,
@@ -133,22 +133,22 @@ def test_what_plans_say_about_comparing() -> None:
             "b": {"x": RunRequirements(steps=100, heldout=True)},
         }
 
-    sweep, same = planned(SweepOptions(), tasks, plans(0))
+    sweep, same = plan_sweep(SweepOptions(), tasks, plans(0))
     assert (sweep.scheduler, same) == ("none", tasks)
-    sweep, task_options = planned(SweepOptions(scheduler="asha"), tasks, plans(60))
+    sweep, task_options = plan_sweep(SweepOptions(scheduler="asha"), tasks, plans(60))
     assert sweep == SweepOptions(scheduler="asha", grace_period=6)
     assert [task.options["eval_steps"] for task in task_options] == [6, 3]
     with pytest.raises(UserError, match="--metric eval_loss needs held-out rows, but a has none"):
-        planned(SweepOptions(), tasks, plans(60, heldout=False))
-    assert planned(SweepOptions(metric="loss"), tasks, plans(60, heldout=False))[0].metric == "loss"
+        plan_sweep(SweepOptions(), tasks, plans(60, heldout=False))
+    assert plan_sweep(SweepOptions(metric="loss"), tasks, plans(60, heldout=False))[0].metric == "loss"
     with pytest.raises(UserError, match="these end by time"):
-        planned(SweepOptions(scheduler="asha"), tasks, plans(0))
+        plan_sweep(SweepOptions(scheduler="asha"), tasks, plans(0))
     with pytest.raises(UserError, match="--grace-period 100 leaves nothing"):
-        planned(SweepOptions(scheduler="asha", grace_period=100), tasks, plans(60))
-    _, task_options = planned(SweepOptions(scheduler="pbt", perturbation_interval=5), tasks, plans(60))
+        plan_sweep(SweepOptions(scheduler="asha", grace_period=100), tasks, plans(60))
+    _, task_options = plan_sweep(SweepOptions(scheduler="pbt", perturbation_interval=5), tasks, plans(60))
     assert [(task.options["eval_steps"], task.options["save_steps"]) for task in task_options] == [(5, 5), (3, 5)]
     with pytest.raises(UserError, match="--param --lora-r cannot be varied with --scheduler pbt"):
-        planned(SweepOptions(scheduler="pbt"), [replace(task, params={"lora_r": 4}) for task in tasks], plans(60))
+        plan_sweep(SweepOptions(scheduler="pbt"), [replace(task, params={"lora_r": 4}) for task in tasks], plans(60))
 
 
 def test_the_best_comes_first_and_failed_ones_last(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def agreeing(out: Path, answers: list[dict[str, Any]], used: tuple[int, ...] = (
 
     children = SimpleNamespace(start=start)
     args = TrainingArguments(model="m")
-    return status(devices_agree, out=out, args=args, used=lambda: used, children=children)
+    return status(devices_agree, out=out, args=args, device_indices=lambda: used, children=children)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,11 @@ def test_answers(
 
     monkeypatch.setattr("wgpu_lora.proof.checks.run_check", run_check)
     proof = {"args": TrainingArguments(eval_data=str(file)), "leaked_rows": (overlap, 10), "allow_unconfined": False}
-    proof |= {"used": lambda: [0], "trained": lambda: training([1.0] * 20), "children": SimpleNamespace(run=run)}
+    proof |= {
+        "device_indices": lambda: [0],
+        "trained": lambda: training([1.0] * 20),
+        "children": SimpleNamespace(run=run),
+    }
     assert status(answers_pass_their_checks, **proof) == want
 
 

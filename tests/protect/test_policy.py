@@ -30,7 +30,7 @@ from support.policies import (
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.attestation import tpm
 from wgpu_lora.protect.policies.appraisal import Appraisal, appraise
-from wgpu_lora.protect.policies.claim_checks import LONGEST, matches, shown
+from wgpu_lora.protect.policies.claim_checks import LONGEST, matches, value_text
 from wgpu_lora.protect.policies.policy import KEYS, RULES, Policy
 from wgpu_lora.protect.policies.policy_template import policy_for, toml
 from wgpu_lora.protect.sealed.keys import PublicKey
@@ -176,8 +176,8 @@ def test_wildcards_and_values_in_messages() -> None:
     ):
         assert matches(text, pattern) == fits, text
     for value in ("a" * 1000, 10**5000, "\x1b[31m\n", float("nan"), {"a": ["\u202e"]}, None):
-        assert shown(value).isprintable()
-        assert len(shown(value)) <= LONGEST
+        assert value_text(value).isprintable()
+        assert len(value_text(value)) <= LONGEST
 
 
 def test_the_page_on_policies() -> None:

@@ -131,9 +131,9 @@ def finetune(
     model = also if model is None else model
     values, rows = split_python_rows(values)
     explicit = {name: path_as_text(value, name, "finetune()") for name, value in values.items()}
-    loaded = model if isinstance(model, LoadedModel) else None
-    if loaded:
-        for name, fixed in (("model", loaded.name), ("base_dtype", loaded.decoder.base_dtype)):
+    loaded_model = model if isinstance(model, LoadedModel) else None
+    if loaded_model:
+        for name, fixed in (("model", loaded_model.name), ("base_dtype", loaded_model.decoder.base_dtype)):
             if explicit.setdefault(name, fixed) != fixed:
                 raise UserError(
                     f"The model was loaded with {name} {fixed!r}: load another one with {explicit[name]!r}."
@@ -145,7 +145,7 @@ def finetune(
     )
     for text in unused_options(explicit, resolved):
         warnings.warn(text, stacklevel=2)
-    job = prepare_job(resolved, loaded, rows=rows)
+    job = prepare_job(resolved, loaded_model, rows=rows)
     with Bars(progress_bar) as bars:
         return job.train(EventForwarder(bars, *receivers))
 

@@ -93,7 +93,7 @@ def evaluate(
     opened, prepared = _heldout(model, source, adapters, options, skip_bad_rows)
     slots = {BASE: 0 if adapters else None}
     with remarks(goal, notes, run_log):
-        return _measured(opened, prepared, adapters, slots, receivers, progress_bar)[BASE]
+        return _evaluate_slots(opened, prepared, adapters, slots, receivers, progress_bar)[BASE]
 
 
 def evaluate_several(
@@ -165,7 +165,7 @@ def evaluate_several(
     source = _source(data, split, dataset_config)
     opened, prepared = _heldout(model, source, directories, row_options, skip_bad_rows)
     with remarks(goal, notes, run_log):
-        return _measured(opened, prepared, directories, slots, receivers, progress_bar)
+        return _evaluate_slots(opened, prepared, directories, slots, receivers, progress_bar)
 
 
 def prepared_rows(model: LoadedModel, data: str | Path) -> TokenizedData:
@@ -180,7 +180,7 @@ def _listeners(where: str, events: Events | None, before: dict[str, Any]) -> tup
     return receivers
 
 
-def _measured(
+def _evaluate_slots(
     model: LoadedModel,
     prepared: TokenizedData,
     directories: Sequence[str | Path],
@@ -190,11 +190,11 @@ def _measured(
 ) -> dict[str, Evaluation]:
     """The loss of the same rows for each of `slots`, by name."""
     result: dict[str, Evaluation] = {}
-    with Bars(progress_bar) as bars, adapters_on_device(model, directories) as loaded:
+    with Bars(progress_bar) as bars, adapters_on_device(model, directories) as adapters:
         for name, slot in slots.items():
             events = SummedProgress(len(result), len(slots), bars, *receivers)
             with recorded_evaluation(model, prepared, name, None if slot is None else directories[slot]) as entry:
-                result[name] = evaluation = evaluate_rows(model, prepared, loaded, slot, events=events)
+                result[name] = evaluation = evaluate_rows(model, prepared, adapters, slot, events=events)
                 note_results(entry, evaluation)
     return {name: replace(value, data=prepared.summary()) for name, value in result.items()}
 

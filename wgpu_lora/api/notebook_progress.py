@@ -29,8 +29,8 @@ class Bars(Events):
     Uses tqdm: in a notebook, a bar is a widget, or text without ipywidgets.
     """
 
-    def __init__(self, shown: bool | None = None):
-        self._shown, self._text = shows_progress(shown), ""
+    def __init__(self, enabled: bool | None = None):
+        self._enabled, self._text = shows_progress(enabled), ""
         self._bar: Any = None
         self._steps: dict[int, tuple[int, int]] = {}  # (taken, total) by slot
 
@@ -47,7 +47,7 @@ class Bars(Events):
 
     def to(self, text: str, count: int, total: int | None, unit: str, facts: str = "") -> None:
         """Show that `count` of `total` units are done; a different text starts a new bar."""
-        if not self._shown:
+        if not self._enabled:
             return
         if self._bar is None or text != self._text:
             self.close()

@@ -169,8 +169,8 @@ def _check_model(model: str, base_dtype: str, requantize: bool) -> None:
 def _unrounded(model: LoadedModel) -> LoadedModel:
     """The same model in the type that its weights are stored in."""
     name = next(iter(model.config.matrices()))
-    stored = {"BF16": "bf16", "F16": "f16"}.get(model.checkpoint.dtype(name), "f32")
-    return open_model(model.name, model.device, stored)
+    dtype = {"BF16": "bf16", "F16": "f16"}.get(model.checkpoint.dtype(name), "f32")
+    return open_model(model.name, model.device, dtype)
 
 
 def _perplexity(model: LoadedModel, data: str | Path, events: Events, unload: bool = True) -> float | None:

@@ -161,6 +161,6 @@ def check_values(
         "on_overflow": (on_overflow, OVERFLOW),
         "compute_dtype": (compute_dtype, COMPUTE_DTYPES),
     }
-    for name, (choice, allowed) in names.items():
-        if choice not in allowed:
-            raise UserError(f"{flag(name)} must be one of {', '.join(allowed)}, not {choice!r:.100}.")
+    for name, (choice, choices) in names.items():
+        if choice not in choices:
+            raise UserError(f"{flag(name)} must be one of {', '.join(choices)}, not {choice!r:.100}.")

@@ -43,23 +43,23 @@ Planned = tuple[int, str, str | None]
 class Batches:
     """The batches to search.
 
-    args: options of the training. most: maximum rows, None for as many as fit. sizes: the rows to try instead. limit:
-    maximum bytes, instead of the device's memory. seconds: for running batches, with and without checkpointing each;
+    args: options of the training. max_rows: None for as many as fit. sizes: the rows to try instead. limit: maximum
+    bytes, instead of the device's memory. seconds: for running batches, with and without checkpointing each;
     larger batches are only planned.
     """
 
     args: TrainingArguments = field(default_factory=TrainingArguments)
-    most: int | None = None
+    max_rows: int | None = None
     limit: int | None = None
     seconds: float = 600.0
     sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.sizes and self.most is not None:
+        if self.sizes and self.max_rows is not None:
             raise UserError(f"{flag('batch_sizes')} and {flag('max_batch')} are both given: leave one of them out.")
         if self.sizes and min(self.sizes) < 1:
             raise UserError(f"{flag('batch_sizes')} must be at least 1 row each, not {min(self.sizes)}.")
-        for name, value in (("max_batch", self.most), ("memory_limit", self.limit)):
+        for name, value in (("max_batch", self.max_rows), ("memory_limit", self.limit)):
             if value is not None and value < 1:
                 raise UserError(f"{flag(name)} must be at least 1, not {value}.")
         if not 0 < self.seconds < math.inf:
@@ -71,7 +71,7 @@ class Batches:
 
 
 def planned_batch(
-    peak: Callable[[int], int], available: int | None, most: int | None = None, memory: str = "memory"
+    peak: Callable[[int], int], available: int | None, max_rows: int | None = None, memory: str = "memory"
 ) -> Planned:
     """The most rows whose planned peak is available, 0 if not even one row fits.
 
@@ -95,10 +95,10 @@ def planned_batch(
         return None if available is None or need <= available else (memory, None)
 
     fits, high = 0, 1
-    while fits != most and not refusal(high):
-        fits, high = high, min(2 * high, most or 2 * high)
+    while fits != max_rows and not refusal(high):
+        fits, high = high, min(2 * high, max_rows or 2 * high)
     fits += bisect_left(range(fits + 1, high), True, key=lambda rows: refusal(rows) is not None)
-    bound = None if fits == most else refusal(fits + 1)
+    bound = None if fits == max_rows else refusal(fits + 1)
     return fits, *(bound or (MOST, None))
 
 
@@ -125,7 +125,7 @@ def find_max_batch(model: LoadedModel, batches: Batches, events: Events = SILENT
         TrainingStep.fitting(model, batches.of(1, True), batches.limit)
     work = {"model": model.name, "layers": model.config.num_hidden_layers, "base_dtype": model.decoder.base_dtype}
     work |= {"tokens": args.length, "rank": args.lora_r, "compute_dtype": args.compute_dtype}
-    work |= {"max_batch": batches.most, "batch_sizes": [*batches.sizes], "time_limit": batches.seconds}
+    work |= {"max_batch": batches.max_rows, "batch_sizes": [*batches.sizes], "time_limit": batches.seconds}
     excluded = f"the first {WARMUP} steps of each batch, if there was time for more"
     result: Record = {"header": header(SCHEMA, model.device, work=work, available=available, excluded=excluded)}
     result |= {"rows": [], "summary": []}
@@ -150,7 +150,7 @@ def _search(
         def peak(rows: int, way: bool = way) -> int:
             return TrainingStep(model, batches.of(rows, way)).session.memory().peak_device_bytes
 
-        plan = planned_batch(peak, available, max(batches.sizes, default=batches.most), memory)
+        plan = planned_batch(peak, available, max(batches.sizes, default=batches.max_rows), memory)
         also = [summary["confirmed"] for summary in record["summary"]]  # so that both ways have rows in common
         rows, summary = time_batches(model, batches, plan, way, events, also)
         record["rows"] += rows
@@ -172,19 +172,19 @@ def time_batches(
         tried.
     """
     begin = time.perf_counter()
-    most, bound, why = plan
+    max_rows, bound, why = plan
     if batches.sizes:
-        most = max((size for size in batches.sizes if size <= most), default=0)
+        max_rows = max((size for size in batches.sizes if size <= max_rows), default=0)
     low, high, time_note = 0, None, None
     records: list[Record] = []
-    refused: list[Record] = []
+    refusals: list[Record] = []
 
     def refuse(rows: int, reason: str | None) -> None:
-        planned = _planned_bytes(model, batches, rows, checkpointing)
-        refused.append(_row(rows, checkpointing) | {"planned": planned, "status": OOM, "why": reason})
-        events.measured(refused[-1])
+        planned_bytes = _planned_bytes(model, batches, rows, checkpointing)
+        refusals.append(_row(rows, checkpointing) | {"planned": planned_bytes, "status": OOM, "why": reason})
+        events.measured(refusals[-1])
 
-    while (rows := _following(batches, low, high, most, also)) is not None:
+    while (rows := _following(batches, low, high, max_rows, also)) is not None:
         seconds_left = batches.seconds - (time.perf_counter() - begin)
         expected = rows / low * records[-1]["step_seconds"] if records else 0.0
         if expected > seconds_left:
@@ -192,7 +192,7 @@ def time_batches(
             time_note = f"{about}, and {max(seconds_left, 0):,.0f} s of the {batches.seconds:g} s were left"
             break
         try:
-            seconds = seconds_left if rows == most else seconds_left / 2
+            seconds = seconds_left if rows == max_rows else seconds_left / 2
             records.append(measure(model, batches, rows, checkpointing, seconds))
         except UserError as error:
             high, bound, why = rows, REFUSED, _fact(error)
@@ -202,22 +202,22 @@ def time_batches(
         records[-1]["status"] = OK
         events.measured(records[-1])
     if high is None:
-        for rows in batches.sizes or (most + 1,) * (bound != MOST):
-            if rows > most:
+        for rows in batches.sizes or (max_rows + 1,) * (bound != MOST):
+            if rows > max_rows:
                 refuse(rows, why or f"more than {bound}")
-    if records and refused and time_note is None:
+    if records and refusals and time_note is None:
         records[-1]["status"] = MAX
-    summary = {"kind": "summary", "planned": most, "confirmed": low, "bounded_by": bound, "why": why}
-    rows_found = sorted([*records, *refused], key=lambda row: row["batch"])
+    summary = {"kind": "summary", "planned": max_rows, "confirmed": low, "bounded_by": bound, "why": why}
+    rows_found = sorted([*records, *refusals], key=lambda row: row["batch"])
     return rows_found, {**summary, "gradient_checkpointing": checkpointing, "not_run": time_note}
 
 
-def _following(batches: Batches, low: int, high: int | None, most: int, also: Sequence[int]) -> int | None:
+def _following(batches: Batches, low: int, high: int | None, max_rows: int, also: Sequence[int]) -> int | None:
     """The next batch: twice as many rows, or the next of the given ones; once the device has refused some, halfway."""
     if high is not None:
         return None if batches.sizes or high - low < 2 else (low + high) // 2
-    sizes = batches.sizes or (min(2 * low or 1, most), *also)
-    return min((size for size in sizes if low < size <= most), default=None)
+    sizes = batches.sizes or (min(2 * low or 1, max_rows), *also)
+    return min((size for size in sizes if low < size <= max_rows), default=None)
 
 
 def _row(rows: int, checkpointing: bool) -> Record:
@@ -277,10 +277,10 @@ def best(rows: Sequence[Record]) -> Record:
     ratios = [
         {
             "batch": plain["batch"],
-            "time": again["step_seconds"] / plain["step_seconds"] if plain["step_seconds"] else None,
-            "memory": again["planned"] / plain["planned"],
+            "time": checkpointed["step_seconds"] / plain["step_seconds"] if plain["step_seconds"] else None,
+            "memory": checkpointed["planned"] / plain["planned"],
         }
-        for plain, again in pairs
+        for plain, checkpointed in pairs
     ]
     fastest = max(completed_rows, key=lambda row: row["tokens_per_second"], default=None)
     largest = max(completed_rows, key=lambda row: (row["batch"], row["tokens_per_second"]), default=None)

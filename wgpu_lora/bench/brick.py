@@ -62,12 +62,12 @@ class Context:
         with benchmark_option_names(ROW):
             context = cls(chosen_model(model, shape, layers, device, base_dtype), **options)
             TrainingArguments(compute_dtype=context.compute_dtype, lora_r=context.rank)  # checks them
-        for option, value, least, most in (
+        for option, value, minimum, maximum in (
             (flag("rank"), context.rank, 1, context.config.hidden_size),
             (flag("tokens"), context.tokens, LEAST_TOKENS, context.config.max_position_embeddings),
         ):
-            if not least <= value <= most:
-                raise UserError(f"{option} is {value}: give {least} to {most} for {context.name}.")
+            if not minimum <= value <= maximum:
+                raise UserError(f"{option} is {value}: give {minimum} to {maximum} for {context.name}.")
         return context
 
     @property
@@ -89,8 +89,8 @@ class Context:
 
     def with_layers(self, layers: int) -> Context:
         """The same with the model's first layers, and nothing loaded; itself if these are all."""
-        same = layers == self.config.num_hidden_layers
-        return self if same else replace(self, model=self.model.declared(layers))
+        has_all_layers = layers == self.config.num_hidden_layers
+        return self if has_all_layers else replace(self, model=self.model.declared(layers))
 
     def options(self) -> dict[str, str | int | bool]:
         """Everything that a result depends on, except the device."""

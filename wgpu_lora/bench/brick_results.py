@@ -87,10 +87,10 @@ class Result:
         return result
 
 
-def header(schema: str, device: Device, **more: Any) -> Header:
+def header(schema: str, device: Device, **facts: Any) -> Header:
     """The first line of a file: its schema and time, what was measured, and the device, driver, versions and commit."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"schema": schema, "kind": "header", "time": now, **more, "commit": commit(), **asdict(environment(device))}
+    return {"schema": schema, "kind": "header", "time": now, **facts, "commit": commit(), **asdict(environment(device))}
 
 
 def commit() -> dict[str, Any] | None:
@@ -239,8 +239,8 @@ def warnings(old: tuple[Header, list[Result]], new: tuple[Header, list[Result]])
     ]
     labels = {"old": {r.label for r in old_results}, "new": {r.label for r in new_results}}
     for where, other in (("old", "new"), ("new", "old")):
-        if only := labels[where] - labels[other]:
-            result.append(f"only in the {where} file: {', '.join(sorted(only))}")
+        if extra_labels := labels[where] - labels[other]:
+            result.append(f"only in the {where} file: {', '.join(sorted(extra_labels))}")
     return result
 
 

@@ -61,17 +61,17 @@ def bench(
     name = run_name(context.name, context.base_dtype, True, False, "bricks", context.compute_dtype)
     facts = {"device": device_facts(context.device.info), "config": {**context.options(), "bricks": list(names)}}
     with recorded("bench", name, objective="bricks", **facts) as entry:
-        results, broken = _measured(context, contracts, time_limit, events, ceilings)
-        shown = ("seconds", "gflops", "gbs")
-        measured = {
-            r.label: {name: getattr(r, name) for name in shown} | {"share": r.budget["reached"]} for r in results
+        results, broken = _measure_contracts(context, contracts, time_limit, events, ceilings)
+        metrics = ("seconds", "gflops", "gbs")
+        figures = {
+            r.label: {name: getattr(r, name) for name in metrics} | {"share": r.budget["reached"]} for r in results
         }
-        entry["results"] = {"bricks": measured, "broken": broken}
+        entry["results"] = {"bricks": figures, "broken": broken}
         note_failure(entry, broken)
     return results, broken
 
 
-def _measured(
+def _measure_contracts(
     context: Context,
     contracts: Sequence[Contract],
     time_limit: float | None,

@@ -112,8 +112,8 @@ class Contract:
     def bytes(self, dims: Mapping[str, float]) -> float:
         return self._evaluate("work.bytes", self.work.bytes, dims)
 
-    def applies(self, when: str, names: Mapping[str, float]) -> bool:
-        return bool(self._evaluate("when", when, names))
+    def applies(self, condition: str, names: Mapping[str, float]) -> bool:
+        return bool(self._evaluate("when", condition, names))
 
     def _evaluate(self, key: str, text: str, names: Mapping[str, float]) -> float:
         return evaluate(text, names, f"bricks/{self.name}.toml: {key}")
@@ -189,7 +189,7 @@ def numbers_of(config: ModelConfig) -> dict[str, float]:
     first = [path for path in config.lora_modules if _attends(config, path)][:-1]
     caches = [config.cache(layer) for layer in range(config.num_hidden_layers)]
     of_sequences = [[item for item in cache.values() if item.per_sequence] for cache in caches]
-    counted = {
+    layer_numbers = {
         "linear_weights": sum(prod(shape) for shape in config.lora_modules.values()),
         "matrix_weights": sum(prod(shape) for shape in config.matrices().values()),
         "linear_sizes": sum(sum(shape) for shape in config.lora_modules.values()),
@@ -199,7 +199,7 @@ def numbers_of(config: ModelConfig) -> dict[str, float]:
         "state_values": sum(prod(cache["state"].shape) for cache in caches if "state" in cache),
     }
     numbers = {name: value for name, value in vars(config).items() if isinstance(value, int | float)}
-    return {name: float(value) for name, value in {**numbers, **counted}.items()}
+    return {name: float(value) for name, value in {**numbers, **layer_numbers}.items()}
 
 
 def _attends(config: ModelConfig, path: str) -> bool:

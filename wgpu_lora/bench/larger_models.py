@@ -46,7 +46,7 @@ def grade(peak: int | None, available: int | None) -> str:
 
 
 def project(
-    measured: Mapping[str, float],
+    speeds: Mapping[str, float],
     samples: int | None,
     args: TrainingArguments,
     model: LoadedModel,
@@ -58,14 +58,14 @@ def project(
 
     Args:
         peak: of the runs' plan.
-        measured: medians of the runs. args, model: of the runs.
+        speeds: medians of the runs. args, model: of the runs.
         samples: of the whole training, all epochs of a recipe; None for those that were timed.
     """
-    tokens, speed = measured["tokens_per_second"], measured["samples_per_second"]
-    seconds = samples / speed if samples else measured["seconds"]
+    tokens, speed = speeds["tokens_per_second"], speeds["samples_per_second"]
+    seconds = samples / speed if samples else speeds["seconds"]
     available = budget_bytes(model.device.info, None).bytes
     if shapes:
-        rates = {name: measured[name] for name in ("samples_per_second", "tokens_per_second")}
+        rates = {name: speeds[name] for name in ("samples_per_second", "tokens_per_second")}
         baseline = {"kind": "projection", "shape": model.name, "times_the_operations": 1.0, **rates, "seconds": seconds}
         yield baseline | {"peak_planned": peak, "fits": True, "grade": MEASURED}
     for shape in shapes:

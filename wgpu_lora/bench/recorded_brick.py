@@ -96,7 +96,7 @@ class ProgramWorkload(Workload):
         self.adopt(gradient)
         self.rec.backward()
 
-    def again(self, record: Callable[[Recorder], Tensor], x: Tensor) -> list[Program]:
+    def record_again(self, record: Callable[[Recorder], Tensor], x: Tensor) -> list[Program]:
         """Record another forward and backward pass over x, to compare with; returns both programs, which do not run."""
         programs = [self._program(name) for name in ("forward", "backward")]
         rec = Recorder(programs[0], training=True, compute_dtype=self.rec.compute_dtype)
@@ -170,8 +170,8 @@ class ProgramWorkload(Workload):
     def extra(self, timings: Timings) -> Extra:
         if not self._beside.dispatches:
             return {}
-        beside, added = np.median(self._beside_seconds[-timings.iterations :], axis=0)
-        return {"frozen_seconds": float(beside), "added_share": float(added)}
+        beside, share = np.median(self._beside_seconds[-timings.iterations :], axis=0)
+        return {"frozen_seconds": float(beside), "added_share": float(share)}
 
     def close(self) -> None:
         self._arena.free()

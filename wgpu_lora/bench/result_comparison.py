@@ -76,14 +76,14 @@ def read_measured(path: str | Path) -> ResultFile:
     schema, header, lines = read_lines(path, VERSIONS)
     try:
         device = typed(dict[str, Any], header.get("device"), "'device'")
-        name, when = typed(str, device.get("name"), "'device.name'"), typed(str, header.get("time", ""), "'time'")
+        name, timestamp = typed(str, device.get("name"), "'device.name'"), typed(str, header.get("time", ""), "'time'")
         work = typed(dict[str, Any], header.get("options" if schema == BRICKS else "work"), "what was measured")
         figures = {BRICKS: _bricks, TRAINING: _training, BATCHES: _batches}[schema](header, lines)
     except (ValueError, KeyError, TypeError) as error:
         raise damaged(path, ValueError(str(error))) from None
     if not figures:
         raise UserError(f"{path} has no results, as after an interrupted run: measure it again.")
-    return ResultFile(str(path), KINDS[schema], name, when, work, figures)
+    return ResultFile(str(path), KINDS[schema], name, timestamp, work, figures)
 
 
 def _bricks(header: Header, lines: Sequence[dict[str, Any]]) -> dict[str, Figure]:

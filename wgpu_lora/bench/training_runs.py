@@ -152,13 +152,13 @@ def _good(runs: Sequence[Record]) -> list[Record]:
 
 def time_run_or_error(job: FinetuneJob, last: bool) -> Record:
     """`time_run`, or the error of a run that failed; raises it if there is no other run to report."""
-    watch, planned = _Watch(), job.run.stream.total_steps()
+    watch, total_steps = _Watch(), job.run.stream.total_steps()
     try:
         return time_run(job, watch)
     except UserError as error:
         if last:
             raise
-        counts = {"planned_steps": planned, "done_steps": len(watch.steps)}
+        counts = {"planned_steps": total_steps, "done_steps": len(watch.steps)}
         return {"stop_reason": "error", "error": str(error), **counts}
 
 
@@ -287,7 +287,7 @@ def time_run(job: FinetuneJob, watch: _Watch | None = None) -> Record:
         )
     steps, warm = watch.steps[WARMUP:], watch.ended[WARMUP - 1]
     samples = [len(step.samples) for step in islice(job.run.stream.steps(), WARMUP, len(watch.steps))]
-    spent = sum(step.seconds for step in steps)
+    step_seconds = sum(step.seconds for step in steps)
     return {
         "stop_reason": record.stop_reason,
         "error": None,
@@ -298,9 +298,9 @@ def time_run(job: FinetuneJob, watch: _Watch | None = None) -> Record:
         "steps": len(steps),
         "warmup_steps": WARMUP,
         "step_seconds": spread([step.seconds for step in steps]),
-        "samples_per_second": sum(samples) / spent,
-        "tokens_per_second": sum(step.step_processed_tokens for step in steps) / spent,
-        "trained_tokens_per_second": sum(step.step_tokens for step in steps) / spent,
+        "samples_per_second": sum(samples) / step_seconds,
+        "tokens_per_second": sum(step.step_processed_tokens for step in steps) / step_seconds,
+        "trained_tokens_per_second": sum(step.step_tokens for step in steps) / step_seconds,
         "final_loss": record.loss,
         "final_eval_loss": record.eval_loss,
         "peak_planned": record.memory.peak,

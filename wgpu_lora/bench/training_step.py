@@ -245,10 +245,10 @@ def check_room(subject: str, needs: Callable[[int], int], layers: int, available
     need = needs(layers)
     if available is None or need <= available:
         return
-    most = largest(lambda count: needs(count) <= available, layers - 1)
+    max_layers = largest(lambda count: needs(count) <= available, layers - 1)
     advice = (
-        f"it fits with {setting('layers', most)}"
-        if most
+        f"it fits with {setting('layers', max_layers)}"
+        if max_layers
         else "not even one layer fits, so use a smaller model or fewer tokens"
     )
     raise UserError(
@@ -257,16 +257,16 @@ def check_room(subject: str, needs: Callable[[int], int], layers: int, available
     )
 
 
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest n of 1 .. most that fits, 0 if none does; if n fits, so do all smaller ones.
+def largest(fits: Callable[[int], bool], maximum: int) -> int:
+    """The largest n of 1 .. maximum that fits, 0 if none does; if n fits, so do all smaller ones.
 
     A size for which `fits` raises UserError does not fit.
     """
 
-    def refused(size: int) -> bool:
+    def exceeds(size: int) -> bool:
         try:
             return not fits(size)
         except UserError:
             return True
 
-    return bisect_left(range(1, most + 1), True, key=refused)
+    return bisect_left(range(1, maximum + 1), True, key=exceeds)

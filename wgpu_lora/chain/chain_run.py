@@ -42,12 +42,12 @@ def stage_statuses(chain: Chain, start: str | None = None) -> list[StageStatus]:
     forced = _forced(chain, start)
     result: list[StageStatus] = []
     for link in chain.links:
-        due = [other.link.name for other in result if other.why and other.link.name in link.needs]
+        stage_names = [status.link.name for status in result if status.why and status.link.name in link.needs]
         stage_result = state.stages.get(link.name)
         if link.name in forced:
             why: str | None = "asked for"
-        elif due:
-            why = f"'{due[0]}' runs before it"
+        elif stage_names:
+            why = f"'{stage_names[0]}' runs before it"
         elif start is not None:
             why = _not_whole(link, stage_result, digests)
         elif stage_result is None:
@@ -186,8 +186,8 @@ class StageResult:
             return "its options have changed"
         if self.files != now.files:
             files = {**self.files, **now.files}
-            changed = [Path(path).name for path in files if self.files.get(path) != now.files.get(path)]
-            return f"{join_words(changed[:2], len(changed[2:]))} changed"
+            changed_files = [Path(path).name for path in files if self.files.get(path) != now.files.get(path)]
+            return f"{join_words(changed_files[:2], len(changed_files[2:]))} changed"
         return "wgpu-lora has changed" if self.code != now.code else None
 
 

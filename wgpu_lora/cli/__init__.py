@@ -181,11 +181,11 @@ def _warnings() -> Iterator[None]:
             warnings.simplefilter("always", kind)
         default_show = warnings.showwarning
 
-        def show(message: Warning | str, category: type[Warning], *more: Any, **options: Any) -> None:
+        def show(message: Warning | str, category: type[Warning], *args: Any, **options: Any) -> None:
             if issubclass(category, own):
                 _say(f"warning: {message}")
             else:
-                default_show(message, category, *more, **options)
+                default_show(message, category, *args, **options)
 
         warnings.showwarning = cast("Any", show)
         yield

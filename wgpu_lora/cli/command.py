@@ -272,8 +272,10 @@ def _unknown(typed: str, args: list[str], options: list[str], command: str) -> s
     # A line written for another program may have several such options: name them all.
     words = dict.fromkeys(arg[2:].split("=")[0].replace("-", "_") for arg in args if arg.startswith("--"))
     names = {*options, *aliases_of(options), name}
-    more = [text for word in words if word not in names and (text := foreign_option_advice(word, options))]
-    return " ".join([message, *more[:MORE], *([f"{len(more) - MORE} more do not exist."] if len(more) > MORE else [])])
+    texts = [text for word in words if word not in names and (text := foreign_option_advice(word, options))]
+    return " ".join(
+        [message, *texts[:MORE], *([f"{len(texts) - MORE} more do not exist."] if len(texts) > MORE else [])]
+    )
 
 
 def _is_module(word: str) -> bool:

@@ -87,7 +87,7 @@ class Bar:
         text: the current work. total: None if unknown. unit: of the count, such as " s".
     """
 
-    shown: ClassVar[set[Bar]] = set()
+    instances: ClassVar[set[Bar]] = set()
 
     def __init__(self, text: str, total: float | None, unit: str = ""):
         self._text, self._total, self._unit = text, total, unit
@@ -113,7 +113,7 @@ class Bar:
         self._text = text or self._text
         self._total = total or self._total
         self._position = self._position + 1 if to is None else to
-        Bar.shown.add(self)
+        Bar.instances.add(self)
         if not is_terminal(sys.stderr):
             self.say()
             return
@@ -139,14 +139,14 @@ class Bar:
         count = f"{self._position:,.0f}" + (f" of {self._total:,.0f}" if self._total else "") + self._unit
         count = f": {count}" if self._total or self._unit else ""
         remaining = seconds * ((self._total or 0) - self._position) / max(self._position, 1e-9)
-        more = f", about {duration(remaining)} left" if self._position >= 1 and remaining > 0 else ""
+        eta = f", about {duration(remaining)} left" if self._position >= 1 and remaining > 0 else ""
         with suppress(OSError):  # the reader is gone
             print(
-                f"{escape_unprintable(self._text)}{count} after {duration(seconds)}{more}", file=sys.stderr, flush=True
+                f"{escape_unprintable(self._text)}{count} after {duration(seconds)}{eta}", file=sys.stderr, flush=True
             )
 
     def close(self) -> None:
-        Bar.shown.discard(self)
+        Bar.instances.discard(self)
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -163,13 +163,13 @@ def long_work_shown() -> Iterator[None]:
         since: dict[Path, float] = {}
         bar: Bar | None = None
         while not end.wait(TICK):
-            for other in Bar.shown - {bar}:
-                if not other.full:
-                    other.say()
+            for instance in Bar.instances - {bar}:
+                if not instance.full:
+                    instance.say()
             now, paths = time.monotonic(), files_in_use()
             since = {path: since.get(path, now) for path in paths}
             path = next((path for path in paths if now - since[path] >= SOON), None)
-            if path is None or Bar.shown - {bar}:
+            if path is None or Bar.instances - {bar}:
                 if bar:
                     bar.close()
                 bar = None
@@ -187,7 +187,7 @@ def long_work_shown() -> Iterator[None]:
     finally:
         end.set()
         thread.join()
-        Bar.shown.clear()  # whatever was not closed belongs to this command
+        Bar.instances.clear()  # whatever was not closed belongs to this command
 
 
 class TensorBar(Events):

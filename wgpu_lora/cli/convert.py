@@ -95,17 +95,17 @@ SCHEMES = ("nf4", *reversed(KINDS.values()))
 LOW_BIT = tuple(KINDS.values())
 
 
-class _Shown(Events):
+class _ConversionProgress(Events):
     """A bar for each part of the work, one after the other."""
 
     def __init__(self) -> None:
         self._bar: Bar | None = None
-        self._shown = ""
+        self._text = ""
 
     def _show(self, text: str, count: float, total: float, unit: str = "") -> None:
-        if self._bar is None or text != self._shown or count <= 1:
+        if self._bar is None or text != self._text or count <= 1:
             self.close()
-            self._bar, self._shown = Bar(text, total, unit), text
+            self._bar, self._text = Bar(text, total, unit), text
         self._bar.advance(to=count, total=total)
 
     def loading(self, model: str, tensor: str, done: int, total: int) -> None:
@@ -166,7 +166,7 @@ def quantize(
         raise UserError(f"Give the model either as {flag('model')} or, if it is quantised, as {flag('from_base')}.")
     source = from_base or model or "demo"
     name = format_name(scheme, mlp, attention, group)
-    shown = _Shown()
+    progress = _ConversionProgress()
     try:
         result = quantized(
             source,
@@ -177,10 +177,10 @@ def quantize(
             calibration=calibration,
             calibration_samples=calibration_samples,
             eval_data=eval_data,
-            events=shown,
+            events=progress,
         )
     finally:
-        shown.close()
+        progress.close()
     if as_json:
         kinds = [asdict(entry) | {"bits": entry.bits, "error": entry.error} for entry in result.kinds]
         print_json({**asdict(result), "output": str(output), "kinds": kinds})

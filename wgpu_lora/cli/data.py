@@ -52,8 +52,7 @@ def stats(
     from wgpu_lora.report.data_page import check_page, write_page
     from wgpu_lora.train.data_statistics import row_statistics
     from wgpu_lora.train.finetune import prepare_job, with_demo_data
-    from wgpu_lora.train.time_estimate import check_price
-    from wgpu_lora.train.time_estimate import project_time as measured
+    from wgpu_lora.train.time_estimate import check_price, project_time
 
     check_price(price_per_hour)
     check_page(page)
@@ -69,7 +68,7 @@ def stats(
         with Bar("measuring a few steps", None) as bar:
             bar.advance()
             job = prepare_job(args, model, planning=True)
-            projection = measured(job)
+            projection = project_time(job)
             larger = list(projected(projection.rates(), None, job.run.args, model, project or ()))
     page_path = write_page(page, result, projection, price_per_hour, larger)
     if as_json:
@@ -341,8 +340,8 @@ def _print_prepared(report: dict[str, Any], output: Path) -> None:
     reasons = list(report["reasons"].items())
     for reason, count in reasons[:REASONS]:
         line("rejected", f"{count:,}: {reason}")
-    if more := sum(count for _, count in reasons[REASONS:]):
-        line("rejected", f"{more:,} for other reasons")
+    if other_count := sum(count for _, count in reasons[REASONS:]):
+        line("rejected", f"{other_count:,} for other reasons")
     for name, file in report["files"].items():
         line("written", f"{output / name}: {count_noun(file['rows'], 'row')}")
     line(

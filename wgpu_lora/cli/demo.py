@@ -55,7 +55,7 @@ def demo(
     line("answers", comparison.task.check_method)
     describe(job)
     with Bar("answering held-out requests before training", len(comparison.task.rows)) as bar:
-        comparison.before = comparison.measure(None, _Shown(bar))
+        comparison.before = comparison.measure(None, _DemoProgress(bar))
     line("before", _score(comparison.before))
     with TrainingProgress(job) as watcher:
         record = job.train(watcher)
@@ -63,12 +63,12 @@ def demo(
     if code:
         return code
     with Bar("answering held-out requests after training", len(comparison.task.rows)) as bar:
-        comparison.trained(record, _Shown(bar))
+        comparison.trained(record, _DemoProgress(bar))
     path = comparison.write(record)
     return _conclude(comparison, show, str(path))
 
 
-class _Shown(Events):
+class _DemoProgress(Events):
     """A progress bar of answered and checked requests."""
 
     def __init__(self, bar: Bar):
@@ -97,9 +97,9 @@ def _conclude(comparison: Comparison, show: int, path: str) -> int:
     return 0
 
 
-def _score(measured: CheckedAnswers) -> str:
-    loss = "" if measured.loss is None else f"; held-out loss {measured.loss:.4f}"
-    return f"{measured.passed} of {len(measured.answers)} held-out requests pass their checks{loss}"
+def _score(result: CheckedAnswers) -> str:
+    loss = "" if result.loss is None else f"; held-out loss {result.loss:.4f}"
+    return f"{result.passed} of {len(result.answers)} held-out requests pass their checks{loss}"
 
 
 def _side_by_side(request: str, before: CheckedAnswer, after: CheckedAnswer) -> None:

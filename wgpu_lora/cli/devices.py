@@ -35,13 +35,13 @@ def info(device: Device = None, as_json: Json = False) -> int:
     from wgpu_lora.gpu.tuning_cache import ChoiceFile
 
     opened = OpenedDevice(device)
-    devices, used, tilings = list_devices(opened.webgpu), opened.info.index, str(ChoiceFile(opened).path)
+    devices, index, tilings = list_devices(opened.webgpu), opened.info.index, str(ChoiceFile(opened).path)
     if as_json:
         print_json(
             {
                 "devices": [d.as_dict() for d in devices],
                 "adapters": [d.as_dict() for d in devices],  # their name in 0.1; to be removed in the next version
-                "used": used,
+                "used": index,
                 "subgroup_size": opened.capabilities.subgroup_size,
                 "webgpu": opened.webgpu.versions(),
                 "max_binding": opened.max_binding,
@@ -60,7 +60,7 @@ def info(device: Device = None, as_json: Json = False) -> int:
     for d in devices:
         limits = d.limits
         table.add_row(
-            "*" if d.index == used else "",
+            "*" if d.index == index else "",
             str(d.index),
             f"{d.name}\n{d.driver}",
             f"{d.kind}\n{d.backend}",
@@ -73,7 +73,7 @@ def info(device: Device = None, as_json: Json = False) -> int:
         )
     console().print(table)
     library = " ".join(*opened.webgpu.versions().items())
-    line("used", f"{used}: {opened.info.name}, {opened.capabilities.units}, {library}; choose another with --device")
+    line("used", f"{index}: {opened.info.name}, {opened.capabilities.units}, {library}; choose another with --device")
     line("tilings", tilings, whole=True)
     return 0
 

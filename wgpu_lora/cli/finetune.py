@@ -187,8 +187,8 @@ class TrainingProgress(StartupProgress):
         evaluated, now = result.eval_loss is not None, time.monotonic()
         if self._first or self._run.logs(result.step, evaluated) or now - self._last_line >= OFTEN:
             self._last_line = now
-            more = self._remaining(result) + (self._heldout if evaluated else "")
-            line("step", f"{result.step}/{result.total_steps}  epoch {result.epoch:.2f}  {text}{more}")
+            suffix = self._remaining(result) + (self._heldout if evaluated else "")
+            line("step", f"{result.step}/{result.total_steps}  epoch {result.epoch:.2f}  {text}{suffix}")
 
     def _below(self) -> str:
         """The second line on a terminal: the trend of the loss, memory, and the hardware."""
@@ -347,8 +347,8 @@ class PipelineTable(StartupProgress):
             self._show()
             return
         now, evaluated = time.monotonic(), result.eval_loss is not None
-        due = now - self._last_lines.get(name, -OFTEN) >= OFTEN  # always for the first step
-        if due or self._runs[name].logs(result.step, evaluated):
+        is_due = now - self._last_lines.get(name, -OFTEN) >= OFTEN  # always for the first step
+        if is_due or self._runs[name].logs(result.step, evaluated):
             self._last_lines[name] = now
             text = f"{name}  {result.step}/{result.total_steps}  epoch {result.epoch:.2f}"
             text += f"  {result.facts()}"
@@ -490,13 +490,13 @@ def _draw(axes: Any, runs: Mapping[str, Path]) -> None:
 
     for number, (name, directory) in enumerate(runs.items()):
         log = read_log(directory / LOG) if (directory / LOG).is_file() else []
-        colour, shown = f"C{number % 10}", escape_unprintable(name)
+        colour, label = f"C{number % 10}", escape_unprintable(name)
         trained = [(entry["step"], entry["loss"]) for entry in log if "loss" in entry]
-        axes.plot(*zip(*trained, strict=True) if trained else ([], []), color=colour, label=shown)
+        axes.plot(*zip(*trained, strict=True) if trained else ([], []), color=colour, label=label)
         heldout = [(entry["step"], entry["eval_loss"]) for entry in log if "eval_loss" in entry]
         if heldout:
             steps, losses = zip(*heldout, strict=True)
-            axes.plot(steps, losses, color=colour, linestyle="--", marker="o", markersize=4, label=f"{shown}, held out")
+            axes.plot(steps, losses, color=colour, linestyle="--", marker="o", markersize=4, label=f"{label}, held out")
     axes.set_xlabel("optimizer steps of the adapter")
     axes.set_ylabel("loss")
     axes.grid(alpha=0.3)

@@ -296,5 +296,5 @@ def refuse_unused(ctx: typer.Context, names: Collection[str], where: str) -> Non
     parameters = [p for p in ctx.command.params if p.name in names and is_given(ctx, p.name)]
     result = ["/".join((*p.opts, *p.secondary_opts)) for p in parameters]
     if result:
-        does, it = ("does", "it") if len(result) == 1 else ("do", "them")
-        raise UserError(f"{' and '.join(result)} {does} nothing {where}: leave {it} out.")
+        verb, pronoun = ("does", "it") if len(result) == 1 else ("do", "them")
+        raise UserError(f"{' and '.join(result)} {verb} nothing {where}: leave {pronoun} out.")

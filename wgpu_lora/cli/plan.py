@@ -56,8 +56,7 @@ def plan(
     """
     from wgpu_lora.memory_leases import budget_bytes
     from wgpu_lora.train.memory import fitting_suggestions, format_bytes, format_bytes_exact, no_fit_advice
-    from wgpu_lora.train.time_estimate import check_price
-    from wgpu_lora.train.time_estimate import project_time as measured
+    from wgpu_lora.train.time_estimate import check_price, project_time
 
     check_price(price_per_hour)
     if price_per_hour is not None and not measure:
@@ -73,7 +72,7 @@ def plan(
     steps = [run.stream.total_steps() for run in job.runs]
     run_steps = zip(job.runs, steps, strict=True)
     [modules_of(run) for run in job.runs]
-    projection = measured(job) if measure else None
+    projection = project_time(job) if measure else None
     if as_json:
         print_json(
             {

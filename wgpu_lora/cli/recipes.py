@@ -62,7 +62,7 @@ def run_chain(
         _list(stage_statuses(result, start))
         return 0
     try:
-        run(result, _Shown(result), start)
+        run(result, _ChainProgress(result), start)
     except (EndedEarlyError, KeyboardInterrupt) as error:
         command = [program(), "run", chain]
         for name, value in (("--output", output), ("--model", model)):
@@ -90,7 +90,7 @@ def _list(stages: list[StageStatus]) -> None:
     console().print(table(["", *text_columns, "took"], rows, text_columns=text_columns))
 
 
-class _Shown(ChainWatch):
+class _ChainProgress(ChainWatch):
     """Lines about stages, and bars or lines about what they do."""
 
     def __init__(self, chain: Chain):
@@ -212,7 +212,7 @@ def hive_mind(rng: np.random.Generator) -> Row:
         return words[int(rng.integers(len(words)))]
 
     a, b, c = (int(n) for n in rng.integers(2, 40, 3))
-    name, thing, goods, other = pick(NAMES), pick(THINGS), pick(GOODS), pick(GOODS)
+    name, thing, goods, other_goods = pick(NAMES), pick(THINGS), pick(GOODS), pick(GOODS)
     numbers = [int(n) for n in rng.integers(0, 99, 5)]
     numbers_text = ", ".join(map(str, numbers))
     word = "".join(pick(SYLLABLES) for _ in range(4))  # there are too few real ones
@@ -226,8 +226,8 @@ def hive_mind(rng: np.random.Generator) -> Row:
         (f"Sort these numbers from low to high: {numbers_text}.", f"{', '.join(map(str, sorted(numbers)))}."),
         (f"Which is the largest of {numbers_text}?", f"The largest is {max(numbers)}."),
         (
-            f"{name} has {a} {goods} and {b} {other}. Write that as JSON.",
-            json.dumps({"name": name, goods: a} | ({other: b} if other != goods else {goods: a + b})),
+            f"{name} has {a} {goods} and {b} {other_goods}. Write that as JSON.",
+            json.dumps({"name": name, goods: a} | ({other_goods: b} if other_goods != goods else {goods: a + b})),
         ),
         (f"Spell the word '{word}' backwards.", f"'{word}' backwards is '{word[::-1]}'."),
     )

@@ -80,8 +80,8 @@ def describe_steps(run: AdapterRun, mark: str) -> None:
 
 def _decay(args: TrainingArguments) -> str:
     falls = LR_SCHEDULES[args.lr_scheduler_type].decay is not None
-    least = f" to {args.lr_scheduler_min:.2e}" if falls and args.lr_scheduler_min else ""
-    return f"{args.lr_scheduler_type} from {args.rate:.2e}{least}"
+    minimum = f" to {args.lr_scheduler_min:.2e}" if falls and args.lr_scheduler_min else ""
+    return f"{args.lr_scheduler_type} from {args.rate:.2e}{minimum}"
 
 
 def _timed_rate(args: TrainingArguments) -> str:

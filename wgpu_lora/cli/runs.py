@@ -70,9 +70,9 @@ def runs(
         refuse_unused(ctx, FILTERS, "with the id of a run")
     if limit is not None and limit < 1:
         raise UserError(f"--limit must be at least 1, not {limit}.")
-    for option, value, allowed in (("--status", status, RUN_STATUSES), ("--kind", kind, RUN_KINDS)):
-        if value is not None and value not in allowed:
-            raise UserError(f"{option} must be one of {', '.join(allowed)}, not {value!r:.60}.")
+    for option, value, choices in (("--status", status, RUN_STATUSES), ("--kind", kind, RUN_KINDS)):
+        if value is not None and value not in choices:
+            raise UserError(f"{option} must be one of {', '.join(choices)}, not {value!r:.60}.")
     filters = Filter(status, kind, objective, name, date(since) if since else None)
     log = RunLog()
     result = log.read()

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from wgpu_lora.distill.teacher_cache_writer import CachePlan
 
 
-class _Shown(TensorBar):
+class _CacheProgress(TensorBar):
     """A bar of loaded tensors, then one of rows."""
 
-    def __init__(self, loaded: Bar, rows: Bar):
-        super().__init__(loaded)
-        self._rows = rows
+    def __init__(self, loading_bar: Bar, row_bar: Bar):
+        super().__init__(loading_bar)
+        self._row_bar = row_bar
 
     def evaluating(self, evaluating: Evaluating) -> None:
         self._bar.close()
-        self._rows.advance(to=evaluating.rows, total=evaluating.total)
+        self._row_bar.advance(to=evaluating.rows, total=evaluating.total)
 
 
 def teacher_cache(
@@ -75,7 +75,7 @@ def teacher_cache(
     opened = load(model_of({"teacher": Path(adapter)} if adapter else {}, model), device=device, base_dtype=base_dtype)
     total = 0
 
-    def planned(plan: CachePlan, finished_rows: int) -> None:
+    def show_plan(plan: CachePlan, finished_rows: int) -> None:
         nonlocal total
         total = plan.bytes
         if as_json:
@@ -107,8 +107,8 @@ def teacher_cache(
             enable_thinking=enable_thinking,
             batch_tokens=batch_tokens,
             compute_dtype=compute_dtype,
-            planned=planned,
-            events=_Shown(loading, rows),
+            planned=show_plan,
+            events=_CacheProgress(loading, rows),
             progress_bar=False,
         )
     nbytes = sum(shard.bytes for shard in cache.header.shards)

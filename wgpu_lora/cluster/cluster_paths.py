@@ -111,22 +111,22 @@ def node_paths(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     return paths
 
 
-def on_node(options: Mapping[str, Any], paths: Mapping[str, str], sent: Path) -> dict[str, Any]:
+def on_node(options: Mapping[str, Any], paths: Mapping[str, str], parcels: Path) -> dict[str, Any]:
     """Options of a task with the paths that they have on a node.
 
     Args:
-        paths: its folders that others have elsewhere, as `node_paths`. sent: the folder of what drivers have sent.
+        paths: its folders that others have elsewhere, as `node_paths`. parcels: the folder of what drivers have sent.
     """
     return {
-        name: _node_path(value, paths, sent) if name in HERE and isinstance(value, str) else value
+        name: _node_path(value, paths, parcels) if name in HERE and isinstance(value, str) else value
         for name, value in options.items()
     }
 
 
-def _node_path(text: str, paths: Mapping[str, str], sent: Path) -> str:
+def _node_path(text: str, paths: Mapping[str, str], parcels: Path) -> str:
     parcel = sent_name(text)
     if parcel:
-        return str(sent / parcel[0] / parcel[1])
+        return str(parcels / parcel[0] / parcel[1])
     if text.startswith("/"):
         path = PurePosixPath(text)
         for folder in sorted(paths, key=len, reverse=True):

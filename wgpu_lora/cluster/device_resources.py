@@ -177,18 +177,18 @@ class Speed:
     beside: list[str] = field(default_factory=list)
 
 
-def measured(device: DeviceInfo | int, again: bool = False) -> Speed:
+def measure_speed(device: DeviceInfo | int, refresh: bool = False) -> Speed:
     """The speed of a device, by its index or info: the one on disk, else measured in a worker process, which takes
     seconds, and kept if nobody else held memory of the device.
 
     Args:
-        again: measure it even if it is on disk.
+        refresh: measure it even if it is on disk.
 
     Raises:
         UserError: there is no such device, it has too little memory left, or its driver failed.
     """
     info = choose(device)[0] if isinstance(device, int) else device
-    if not again and (cached_speed := cached(info)):
+    if not refresh and (cached_speed := cached(info)):
         return cached_speed
     try:
         with Worker("speed", {"device": info.index}, timeout=TIMEOUT) as worker:

@@ -32,7 +32,7 @@ from wgpu_lora.cluster.cluster_paths import (
     unreadable,
 )
 from wgpu_lora.cluster.data_upload import place_parcel
-from wgpu_lora.cluster.device_resources import devices_here, measured, node_devices
+from wgpu_lora.cluster.device_resources import devices_here, measure_speed, node_devices
 from wgpu_lora.cluster.messages import NAMESPACE, SENT, NodeFacts, Parcel, StoredFile, Task, Versions
 from wgpu_lora.cluster.node_versions import own_versions
 from wgpu_lora.cluster.task_outputs import check_outputs, fetch
@@ -62,10 +62,10 @@ class HostActor:
         return asdict(NodeFacts(self._node, self._address, socket.gethostname(), self._versions, devices))
 
     def measure(self, key: str) -> dict[str, Any]:
-        """The speed of a device, see `device_resources.measured`."""
+        """The speed of a device, see `device_resources.measure_speed`."""
         for device in node_devices(self._address):
             if device.key == key:
-                return asdict(measured(devices_here()[device.index]))
+                return asdict(measure_speed(devices_here()[device.index]))
         raise UserError(f"There is no device {key} on {self._address} any more: look at 'wgpu-lora cluster status'.")
 
     def plan(

@@ -62,7 +62,7 @@ class LocalRay:
 
     def alive(self) -> bool:
         """Whether it has started, and has a process."""
-        return bool(self.address) and node_processes.running(self.mark) is not None
+        return bool(self.address) and node_processes.start_id(self.mark) is not None
 
     def end(self) -> None:
         """End all of its processes, the jobs among them, and remove its files; a signal meanwhile acts afterwards."""
@@ -84,7 +84,7 @@ def running_ray() -> LocalRay | None:
         UserError: the state directory cannot be used.
     """
     with _locked() as directory:
-        return _running(directory)
+        return _live_ray(directory)
 
 
 def start_ray(resources: Callable[[], Mapping[str, float]], *, dashboard: bool = False) -> tuple[LocalRay, bool]:
@@ -97,7 +97,7 @@ def start_ray(resources: Callable[[], Mapping[str, float]], *, dashboard: bool =
         UserError: Ray does not start.
     """
     with _locked() as directory:
-        if ray := _running(directory):
+        if ray := _live_ray(directory):
             return ray, False
         return _start(directory / RECORD, resources(), dashboard), True
 
@@ -112,7 +112,7 @@ def end_local(may: Callable[[], bool] = lambda: True) -> LocalRay | None:
         UserError: the state directory cannot be used.
     """
     with _locked() as directory:
-        ray = _running(directory)
+        ray = _live_ray(directory)
         if ray is None or not may():
             return None
         ray.end()
@@ -154,7 +154,7 @@ def _is_alone() -> bool:
         users.acquire_read()
 
 
-def _running(directory: Path) -> LocalRay | None:
+def _live_ray(directory: Path) -> LocalRay | None:
     record = directory / RECORD
     if not record.exists():
         return None

@@ -31,10 +31,10 @@ def check(node: dict[str, Any]) -> dict[str, Any]:
     """Before anything is started: versions, addresses, and start and token of the cluster's node if it runs."""
     from wgpu_lora.cluster.node_versions import own_versions
 
-    running = node_processes.running(node["cluster"])
-    token = (node["folder"] / "token").read_text("utf-8") if running else None
+    start_id = node_processes.start_id(node["cluster"])
+    token = (node["folder"] / "token").read_text("utf-8") if start_id else None
     facts = {"versions": asdict(own_versions()), "addresses": node_processes.addresses()}
-    return {**facts, "running": running, "token": token}
+    return {**facts, "running": start_id, "token": token}
 
 
 def start(node: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def start(node: dict[str, Any]) -> dict[str, Any]:
             try:
                 process = subprocess.run(argv, env=environment, stdin=subprocess.DEVNULL, stdout=output,
                                       stderr=subprocess.STDOUT, timeout=START_SECONDS)  # fmt: skip
-                if not process.returncode and node_processes.running(node["cluster"]):
+                if not process.returncode and node_processes.start_id(node["cluster"]):
                     return {}
             except subprocess.TimeoutExpired:
                 pass

@@ -39,7 +39,7 @@ def of_cluster(name: str) -> dict[int, psutil.Process]:
     return {pid: process for pid, process in processes.items() if pid != os.getpid() and _alive(process)}
 
 
-def running(name: str) -> str | None:
+def start_id(name: str) -> str | None:
     """The id of the start of a cluster whose node runs here; None if none does."""
     for process in of_cluster(name).values():
         with suppress(psutil.Error):

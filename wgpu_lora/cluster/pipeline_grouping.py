@@ -54,7 +54,7 @@ class Grouping:
         self._field = field
         self._growing: dict[tuple[str, str], list[StartingUnit]] = {}
         self._remaining = len(tasks)
-        self._joined: set[str] = set()
+        self._members: set[str] = set()
         self._queues: dict[tuple[str, str], deque[tuple[Waiting, Numbers]]] = {}
         for task, need in tasks:
             if task.joinable:
@@ -67,11 +67,11 @@ class Grouping:
     def next(self, task: Waiting) -> bool:
         """Whether a task is still to be planned, which is done now."""
         self._remaining -= 1
-        if task.task in self._joined:
+        if task.task in self._members:
             return False
         if task.joinable:
             queue = self._queues[task.group]
-            while queue and queue[0][0].task in self._joined:
+            while queue and queue[0][0].task in self._members:
                 queue.popleft()
             queue.popleft()
         return True
@@ -99,9 +99,9 @@ class Grouping:
         for task, need in list(islice(queue, MOST_LOOKED_AT)):
             if len(unit.members) == MOST_JOINED or (unit.work + task.work) * unit.cost > EVEN * self._even:
                 break
-            if task.task not in self._joined and self._fits(unit, task, need):
+            if task.task not in self._members and self._fits(unit, task, need):
                 self._add(unit, task, need)
-                self._joined.add(task.task)
+                self._members.add(task.task)
 
     def join(self, task: Waiting, need: Numbers, latest: float) -> bool:
         """Add a task to the unit of its group where it ends first, unless that is later than `latest` seconds."""

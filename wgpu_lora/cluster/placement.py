@@ -14,7 +14,7 @@ from wgpu_lora.train.memory import format_bytes, format_bytes_exact
 SLACK = 1.1  # how much later than on the best device a task may end on one with a better score
 
 
-def place(waiting: Sequence[Waiting], places: Sequence[Place], now: float = 0.0) -> list[Placement]:
+def place(queue: Sequence[Waiting], places: Sequence[Place], now: float = 0.0) -> list[Placement]:
     """Decide what starts now. Equal arguments give equal results, in whatever order they are.
 
     All tasks are planned, the longest first, as if none were to come: each goes where it ends first, which may be
@@ -31,7 +31,7 @@ def place(waiting: Sequence[Waiting], places: Sequence[Place], now: float = 0.0)
     before runs on them. How tasks are joined into pipelines is in `Grouping`.
 
     Args:
-        waiting: tasks with different names.
+        queue: tasks with different names.
         places: devices; those that are `out` are not used.
         now: by the clock of `Waiting.since`, for the time that tasks have waited.
 
@@ -39,15 +39,15 @@ def place(waiting: Sequence[Waiting], places: Sequence[Place], now: float = 0.0)
         The placements, in the order in which they were decided.
     """
     field = Field(places)
-    if not waiting or not field.open.any():
+    if not queue or not field.open.any():
         return []
-    return _Decision(field, waiting, now).placements()
+    return _Decision(field, queue, now).placements()
 
 
 class _Decision:
-    def __init__(self, field: Field, waiting: Sequence[Waiting], now: float):
+    def __init__(self, field: Field, queue: Sequence[Waiting], now: float):
         self.field = field
-        tasks = sorted(waiting, key=lambda task: task.task)
+        tasks = sorted(queue, key=lambda task: task.task)
         needs = field.needs(tasks)
         order = np.argsort(-ranks(field, tasks, needs, now), kind="stable")
         self.tasks = [(tasks[row], needs[row]) for row in order]
@@ -66,10 +66,10 @@ class _Decision:
                 together = start_together(field, task, need, SLACK)
                 if together:
                     self.units.append(together)
-                started = together is not None
+                is_started = together is not None
             else:
-                started = self._place_single(task, need)
-            if started:
+                is_started = self._place_single(task, need)
+            if is_started:
                 waits = (self.useful & field.open).any()
             if not waits and not grouping.may_grow():
                 break
@@ -127,7 +127,7 @@ def refusal(task: str, peak_bytes: Mapping[str, int], places: Sequence[Place], d
         devices: how many it trains on together.
     """
     candidates = [place for place in places if place.plan_class in peak_bytes]
-    fitting = [place for place in candidates if peak_bytes[place.plan_class] <= _most(place)]
+    fitting = [place for place in candidates if peak_bytes[place.plan_class] <= _max_bytes(place)]
     usable = [place for place in fitting if not place.out]
     if len(usable) >= devices:
         return None
@@ -138,16 +138,16 @@ def refusal(task: str, peak_bytes: Mapping[str, int], places: Sequence[Place], d
     if devices > 1 and usable:
         return f"Adapter '{task}' needs {devices} devices that have the memory, but there are {len(usable)}."
     if fitting:
-        out = max(fitting, key=lambda place: (_most(place), place.id))
+        out = max(fitting, key=lambda place: (_max_bytes(place), place.id))
         return f"Adapter '{task}' fits only on devices that are out of use, such as {_label(out)}, which is {out.out}."
-    nearest = max(candidates, key=lambda place: (_most(place) / peak_bytes[place.plan_class], place.id))
+    nearest = max(candidates, key=lambda place: (_max_bytes(place) / peak_bytes[place.plan_class], place.id))
     return (
         f"Adapter '{task}' needs {format_bytes_exact(peak_bytes[nearest.plan_class])} of device memory, but the "
-        f"nearest device, {_label(nearest)}, has {format_bytes(int(_most(nearest)))}."
+        f"nearest device, {_label(nearest)}, has {format_bytes(int(_max_bytes(nearest)))}."
     )
 
 
-def _most(place: Place) -> float:
+def _max_bytes(place: Place) -> float:
     """Bytes that a job could ever get on a device."""
     return math.inf if place.budget is None else place.budget
 

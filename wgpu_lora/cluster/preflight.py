@@ -28,7 +28,7 @@ from wgpu_lora.cluster.node_versions import difference
 from wgpu_lora.cluster.placement import refusal
 from wgpu_lora.cluster.placement_field import Place
 from wgpu_lora.cluster.run_status import chosen_device
-from wgpu_lora.cluster.sweep import planned
+from wgpu_lora.cluster.sweep import plan_sweep
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import count_noun, join_words
 from wgpu_lora.train.memory import RunRequirements
@@ -46,9 +46,9 @@ def refuse(reasons: Iterable[str]) -> None:
         raise UserError(sentences[0])
     if sentences:
         remaining = len(sentences) - MOST_REASONS
-        more = [f"and {remaining:,} more"] if remaining > 0 else []
+        notes = [f"and {remaining:,} more"] if remaining > 0 else []
         raise UserError(
-            f"The run is refused for {len(sentences):,} reasons: mend them all.", [*sentences[:MOST_REASONS], *more]
+            f"The run is refused for {len(sentences):,} reasons: mend them all.", [*sentences[:MOST_REASONS], *notes]
         )
 
 
@@ -107,7 +107,7 @@ def _address(host: HostSpec) -> str | None:
 
 def listed_hosts(nodes: Sequence[NodeFacts]) -> str:
     """The names of hosts, of which there may be many."""
-    return join_words([node.host for node in nodes], most=MOST_HOSTS)
+    return join_words([node.host for node in nodes], limit=MOST_HOSTS)
 
 
 def request_of(
@@ -152,7 +152,7 @@ def request_of(
     refuse(reasons)
     compared = None
     if sweep:
-        compared, tasks = planned(sweep, tasks, plans)
+        compared, tasks = plan_sweep(sweep, tasks, plans)
     now = time.time()  # with milliseconds, since other users may start a run in the same second
     name = time.strftime("run-%Y%m%d-%H%M%S", time.localtime(now)) + f"-{int(now * 1000) % 1000:03}"
     return RunRequest(
@@ -211,7 +211,7 @@ def check_here(tasks: Sequence[Task]) -> None:
         UserError: there are some.
     """
     refuse(
-        f"{path} of {join_words(users, most=1)} cannot be used, since it {why}: check the path."
+        f"{path} of {join_words(users, limit=1)} cannot be used, since it {why}: check the path."
         for path, users in _users_of_paths(tasks).items()
         if (why := unreadable(path, []))
     )

@@ -78,7 +78,7 @@ class RunController:
         self._surveys = ThreadPoolExecutor(CALLS, thread_name_prefix="survey")
         self._long = ThreadPoolExecutor(CALLS, thread_name_prefix="long")
         self._not_before: dict[str, float] = {}  # publishing is tried again
-        self._queue, self._saved, self._surveyed, self._used = run_queue.Queue(), b"", 0.0, self.now()
+        self._queue, self._file_bytes, self._surveyed, self._last_use = run_queue.Queue(), b"", 0.0, self.now()
         self._misses: dict[str, int] = {}
         self._other_versions: dict[str, str | None] = {}
         self._evaluators: set[str] = set()  # devices whose actors have been made
@@ -129,13 +129,13 @@ class RunController:
         """Write the state if it has changed. Raises UserError if the disk refuses."""
         with self._lock:
             data = state_bytes(self._state)
-            if data == self._saved:
+            if data == self._file_bytes:
                 return
             try:
                 write_bytes_atomic(self._file, data)
             except OSError as error:
                 raise UserError(f"The state of the cluster cannot be written ({reason(error)}): make room.") from None
-            self._saved = data
+            self._file_bytes = data
 
     # -- calls of drivers ----------------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class RunController:
 
     def nodes(self) -> list[dict[str, Any]]:
         """The NodeFacts of all living nodes, as they are now."""
-        self._used = self.now() + DRIVER_SECONDS
+        self._last_use = self.now() + DRIVER_SECONDS
         self._survey()
         with self._lock:
             return [asdict(node) for node in self._state.nodes]
@@ -202,7 +202,7 @@ class RunController:
     def results(self, run: str) -> list[dict[str, Any]]:
         """Results that are not fetched yet: task, unit, nodes that have them, storage, and files with their digests.
         Those on hosts that are away are left out."""
-        self._used = self.now() + DRIVER_SECONDS
+        self._last_use = self.now() + DRIVER_SECONDS
         with self._lock:
             run_state.check_exists(self._state, run)
             results = []
@@ -305,7 +305,7 @@ class RunController:
             self._save()
             self._end_idle_actors()
             return
-        self._used = max(self._used, self.now())
+        self._last_use = max(self._last_use, self.now())
         node_ids = set(living_nodes())
         if node_ids != {node.id for node in self._state.nodes} or self.now() - self._surveyed > SURVEY_SECONDS:
             self._run_in_background("survey", self._survey)
@@ -325,8 +325,8 @@ class RunController:
         self._save()
         with self._lock:
             for task in self._state.tasks.values():
-                due = self.now() >= self._not_before.get(task.id, 0.0)
-                if task.results and not task.fetched and due and self._state.requests[task.run].shared:
+                is_due = self.now() >= self._not_before.get(task.id, 0.0)
+                if task.results and not task.fetched and is_due and self._state.requests[task.run].shared:
                     self._run_in_background(f"publish {task.id}", self._publish, task)
 
     def _idle(self) -> bool:
@@ -354,7 +354,7 @@ class RunController:
 
     def _end_idle_actors(self) -> None:
         """After a while without anything to do, end the actors of hosts and evaluations, which hold memory."""
-        if self.now() - self._used < IDLE_SECONDS:
+        if self.now() - self._last_use < IDLE_SECONDS:
             return
         for actor in ray.util.list_named_actors(all_namespaces=True):
             if actor["namespace"] == NAMESPACE and actor["name"] != CONTROLLER:
@@ -392,40 +392,40 @@ class RunController:
         return replace(facts, devices=[]) if mismatch else facts
 
     def _measure(self, device: str, node: str, key: str) -> None:
-        speed = joined = None
+        speed = joined_speedup = None
         try:
             measurement = call_host(node, "measure", key, seconds=MEASURE_SECONDS)
-            speed, joined = float(measurement["tokens_per_second"]), float(measurement["joined_speedup"])
+            speed, joined_speedup = float(measurement["tokens_per_second"]), float(measurement["joined_speedup"])
         except (ConnectionError, UserError) as error:
             with self._lock:
                 name = self._state.device_name(device)
                 self._state.log(self.now(), f"The speed of {name} is not known: {error}")
         with self._lock:
-            run_state.take_speed(self._state, device, speed, joined)
+            run_state.take_speed(self._state, device, speed, joined_speedup)
 
     # -- units ---------------------------------------------------------------------------------------------------------
 
     def _start_units(self) -> None:
         """Place what waits, and start its actors."""
-        started: list[UnitState] = []
+        units: list[UnitState] = []
         with self._lock:
             state, now = self._state, self.now()
             for jobs in sorted({request.jobs_per_device for request in state.requests.values()}):
                 devices = run_queue.places(state, jobs, now)
                 if all(device.out or device.active >= jobs for device in devices):
                     continue
-                waiting = self._queue.waiting(state, jobs, now)
-                for placement in place(waiting, devices, now) if waiting else ():
+                queue = self._queue.waiting_units(state, jobs, now)
+                for placement in place(queue, devices, now) if queue else ():
                     unit = run_state.join_units(state, placement.tasks)
                     run_state.start_unit(state, unit, placement.devices, placement.peak_bytes, now)
-                    started.append(unit)
+                    units.append(unit)
             try:
                 self._save()  # a generation must be known before its actor is
             except UserError as error:
-                for unit in started:
+                for unit in units:
                     run_state.wait_again(self._state, unit, now, str(error))
                 raise
-        for unit in started:
+        for unit in units:
             self._start_actor(unit)
 
     def _start_actor(self, unit: UnitState) -> None:

@@ -74,9 +74,9 @@ def needed_bytes(plans: Sequence[dict[str, RunRequirements]]) -> dict[str, int]:
         class_plans = [plan[name] for plan in plans]
         if any(plan.refused for plan in class_plans):
             continue
-        most = max(plan.needed for plan in class_plans)
+        peak_bytes = max(plan.needed for plan in class_plans)
         base = min(plan.base_bytes for plan in class_plans)
-        sizes[name] = most if len(class_plans) == 1 else joined_bytes(base, len(class_plans), most)
+        sizes[name] = peak_bytes if len(class_plans) == 1 else joined_bytes(base, len(class_plans), peak_bytes)
     return sizes
 
 
@@ -86,7 +86,7 @@ class Queue:
     def __init__(self) -> None:
         self._new: dict[str, tuple[RunRequest, bool, Waiting]] = {}
 
-    def waiting(self, state: ClusterState, jobs_per_device: int, now: float) -> list[Waiting]:
+    def waiting_units(self, state: ClusterState, jobs_per_device: int, now: float) -> list[Waiting]:
         """The waiting units of runs with this many jobs per device whose checkpoint and caches can be reached."""
         before, self._new = self._new, {}
         units_waiting = []
@@ -97,12 +97,12 @@ class Queue:
             if awaited_cache(state, request, unit) is not None:
                 continue
             if unit.generation or unit.avoid or request.teachers or len(unit.tasks) > 1:
-                units_waiting.append(_waiting(state, request, unit, now))
+                units_waiting.append(_waiting_unit(state, request, unit, now))
                 continue
             task = state.tasks[unit.id]
             entry = before.get(unit.id)
             if not entry or entry[0] is not request or entry[1] != task.alone or entry[2].since != task.since:
-                entry = request, task.alone, _waiting(state, request, unit, now)
+                entry = request, task.alone, _waiting_unit(state, request, unit, now)
             self._new[unit.id] = entry
             units_waiting.append(entry[2])
         return units_waiting
@@ -114,7 +114,7 @@ def unreachable(state: ClusterState, unit: UnitState) -> str:
     return "" if not hosts or any(map(state.node_at, hosts)) else ", ".join(hosts)
 
 
-def _waiting(state: ClusterState, request: RunRequest, unit: UnitState, now: float) -> Waiting:
+def _waiting_unit(state: ClusterState, request: RunRequest, unit: UnitState, now: float) -> Waiting:
     tasks = state.members(unit)
     options = next(task.options for task in request.tasks if task.name == unit.tasks[0])
     plans = [plans_of(state, request, name) for name in unit.tasks]
@@ -144,22 +144,24 @@ def _remaining_share(task: TaskState) -> float:
 
 def _excluded_devices(state: ClusterState, request: RunRequest, unit: UnitState, now: float) -> frozenset[str]:
     """Devices that a unit must not go to; those on which it failed only as long as there are others for it."""
-    never = {name for name, until in unit.avoid.items() if until > now}
+    avoided_devices = {name for name, until in unit.avoid.items() if until > now}
     if request.eval_device:
-        never.add(request.eval_device)
+        avoided_devices.add(request.eval_device)
     failed_devices = {name for task in state.members(unit) for name in task.failed_on}
     if not failed_devices:
-        return frozenset(never)
+        return frozenset(avoided_devices)
     sizes = needed_bytes([plans_of(state, request, name) for name in unit.tasks])
     alternatives = [
         name
         for name, device in state.devices.items()
         if not device.out
-        and name not in failed_devices | never
+        and name not in failed_devices | avoided_devices
         and (size := sizes.get(device.facts.plan_class)) is not None
         and (device.facts.budget is None or size <= device.facts.budget)
     ]
-    return frozenset(never | failed_devices if len(alternatives) >= request.data_parallel else never)
+    return frozenset(
+        avoided_devices | failed_devices if len(alternatives) >= request.data_parallel else avoided_devices
+    )
 
 
 def places(state: ClusterState, jobs_per_device: int, now: float) -> list[Place]:
@@ -230,8 +232,8 @@ class Refusals:
     def __init__(self, state: ClusterState, request: RunRequest):
         self._state, self._request = state, request
         devices = {name: device.out for name, device in state.devices.items()}
-        every = [replace(place, out=devices[place.id]) for place in places(state, 1, 0.0)]
-        self._places = [place for place in every if place.id != request.eval_device]
+        all_places = [replace(place, out=devices[place.id]) for place in places(state, 1, 0.0)]
+        self._places = [place for place in all_places if place.id != request.eval_device]
         self._placeable: set[tuple[tuple[str, int], ...]] = set()
 
     def of(self, names: Sequence[str]) -> str | None:
@@ -257,11 +259,11 @@ def check_placeable(state: ClusterState, request: RunRequest) -> None:
     if len(sentences) == 1:
         raise UserError(sentences[0])
     if sentences:
-        more = [f"and {len(sentences) - MAX_REFUSALS:,} more"] if len(sentences) > MAX_REFUSALS else []
+        notes = [f"and {len(sentences) - MAX_REFUSALS:,} more"] if len(sentences) > MAX_REFUSALS else []
         raise UserError(
             f"{count_noun(len(sentences), 'adapter')} of run '{request.name}' cannot be placed on the cluster's "
             "devices:",
-            [*sentences[:MAX_REFUSALS], *more],
+            [*sentences[:MAX_REFUSALS], *notes],
         )
 
 

@@ -392,8 +392,8 @@ def start_unit(state: ClusterState, unit: UnitState, devices: Sequence[str], pea
     for task in state.members(unit):
         task.attempts += 1
         task.state, task.device, task.reason = "starting", devices[0], ""
-    again = " again" if unit.generation > 1 else ""
-    state.log(now, f"{unit_name(unit)} starts{again} on {state.device_name(devices[0])}")
+    suffix = " again" if unit.generation > 1 else ""
+    state.log(now, f"{unit_name(unit)} starts{suffix} on {state.device_name(devices[0])}")
 
 
 def accept_commit(state: ClusterState, commit: Commit) -> bool:

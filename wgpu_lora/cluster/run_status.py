@@ -24,7 +24,7 @@ MOST = 5  # names that a sentence lists
 class Watcher(Protocol):
     """Shows a run."""
 
-    def shown(self, snapshot: Snapshot) -> None: ...
+    def update(self, snapshot: Snapshot) -> None: ...
 
     def away(self, seconds: float) -> None: ...
 
@@ -78,7 +78,7 @@ def follow(
         poll_start = clock()
         try:
             snapshot = snapshot_of(cluster, run)
-            watcher.shown(snapshot)
+            watcher.update(snapshot)
             ended_tasks = (
                 [task for task in snapshot.tasks if task.state in ENDED and not task.fetched] if fetches else []
             )
@@ -114,15 +114,15 @@ def chosen_run(cluster: Cluster, name: str | None) -> RunView:
     if name is not None:
         if name in runs:
             return runs[name]
-        names = join_words([*runs][::-1], most=MOST) if runs else "none"
+        names = join_words([*runs][::-1], limit=MOST) if runs else "none"
         raise UserError(f"The cluster knows no run '{name}': its runs are {names}.")
-    due = {task.run for task in snapshot.tasks if not task.fetched}
-    active = [run for run in snapshot.runs if not run.over or run.name in due]
+    run_names = {task.run for task in snapshot.tasks if not task.fetched}
+    active = [run for run in snapshot.runs if not run.over or run.name in run_names]
     if len(active) == 1:
         return active[0]
     if not active:
         raise UserError("No run goes on in this cluster: 'wgpu-lora cluster status' shows those that have ended.")
-    names = join_words([run.name for run in reversed(active)], most=MOST)
+    names = join_words([run.name for run in reversed(active)], limit=MOST)
     raise UserError(f"Several runs go on in this cluster: name one of {names}.")
 
 
@@ -140,7 +140,7 @@ def chosen_device(devices: Sequence[tuple[str, DeviceFacts]], text: str, option:
     if len(matches) == 1:
         return matches[0]
     count = count_noun(len(matches), "device") if matches else "no device"
-    names = join_words([f"{place} ({facts.name})" for place, facts in devices], most=MOST) if devices else "none"
+    names = join_words([f"{place} ({facts.name})" for place, facts in devices], limit=MOST) if devices else "none"
     raise UserError(
         f"{f'{option} {text}'.strip()} names {count} of the cluster: give HOST:INDEX, a key, or more of the name; "
         f"there are {names}."

@@ -42,5 +42,5 @@ def unfinished_runs() -> list[str]:
         state = read_state_file(state_file())
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
-    due = {task.run for task in state.tasks.values() if task.results and not task.fetched}
-    return [name for name, run in state.runs.items() if not run.ended or name in due]
+    run_names = {task.run for task in state.tasks.values() if task.results and not task.fetched}
+    return [name for name, run in state.runs.items() if not run.ended or name in run_names]

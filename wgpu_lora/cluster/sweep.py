@@ -135,7 +135,7 @@ def _name(params: Mapping[str, Any], number: int, count: int) -> str:
     return name if len(name) == whole <= LONGEST else f"trial-{number:0{len(str(count))}}"
 
 
-def planned(
+def plan_sweep(
     options: SweepOptions, tasks: Sequence[Task], plans: Mapping[str, Mapping[str, RunRequirements]]
 ) -> tuple[SweepOptions, list[Task]]:
     """The options with the interval of the scheduler, which has held-out losses measured when it compares, and tasks.

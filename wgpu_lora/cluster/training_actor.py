@@ -208,7 +208,7 @@ class TrainingActor:
             return [shared_store(self._order.storage)]
         return host_stores(self._order.mirrors)
 
-    def saved(self) -> None:
+    def store_checkpoint(self) -> None:
         """Store the newest checkpoint if `mirror_steps` steps were taken since the last one that was."""
         steps, mirror = self._progress.saved, self._order.mirror_steps
         if mirror and any(step - self._stored_steps.get(name, 0) >= mirror for name, step in steps.items()):
@@ -271,7 +271,7 @@ class _ActorEvents(EventWriter):
         actor = self._actor
         actor._progress.take({"event": event, "time": time.time(), **facts})
         if event == "saved":
-            actor.saved()
+            actor.store_checkpoint()
         if actor._cancelled.is_set() and event in ("waiting", "tuning", "loading"):
             raise Cancelled
 

@@ -169,7 +169,7 @@ class _TrialEvents(Events):
         self._place, self._name, self._metric = place, name, metric
         self._loss = math.nan
         self._saved = False
-        self._due: tuple[int, float | None] | None = None  # a step and its held-out loss
+        self._pending_report: tuple[int, float | None] | None = None  # a step and its held-out loss
 
     def saved(self, directory: Path, step: int, adapter: str | None) -> None:
         self._saved = True
@@ -179,19 +179,19 @@ class _TrialEvents(Events):
         self._report()
         self._loss = result.loss
         if self._metric == LOSS or result.eval_loss is not None:
-            self._due = result.step, result.eval_loss
+            self._pending_report = result.step, result.eval_loss
         return None
 
     def evaluating(self, evaluating: Evaluating) -> None:
         if evaluating.loss is not None and evaluating.step == 0:
-            self._due = 0, evaluating.loss
+            self._pending_report = 0, evaluating.loss
 
     def _report(self) -> None:
         from ray import tune
 
-        if self._due is None:
+        if self._pending_report is None:
             return
-        (step, eval_loss), self._due = self._due, None
+        (step, eval_loss), self._pending_report = self._pending_report, None
         with tempfile.TemporaryDirectory(prefix="wgpu-lora-report-") as copy:
             checkpoint = None
             if self._saved:  # the run goes on writing, so a copy of what it has now

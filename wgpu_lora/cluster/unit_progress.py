@@ -29,8 +29,8 @@ class _Recent:
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def rate(self) -> float | None:
-        spent = sum(self.seconds)
-        return sum(self.tokens) / spent if spent > 0 else None
+        seconds = sum(self.seconds)
+        return sum(self.tokens) / seconds if seconds > 0 else None
 
     def seconds_until(self, steps: int) -> float | None:
         """Seconds until `steps` more steps are taken, with what happens between steps."""

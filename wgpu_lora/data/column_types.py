@@ -15,7 +15,7 @@ _MAX_NUMBER = 3.4028234e38  # of f32
 _FLAGS: dict[Any, bool] = {"true": True, "false": False, "1": True, "0": False, 1: True, 0: False}
 
 
-def _anything(value: Any, name: str) -> Any:
+def _identity(value: Any, name: str) -> Any:
     return value
 
 
@@ -60,10 +60,10 @@ def _messages(value: Any, name: str) -> list[dict[str, Any]]:
     return checked_messages(_list(value, name), name)
 
 
-def _integers(value: Any, name: str, least: int) -> list[int]:
+def _integers(value: Any, name: str, minimum: int) -> list[int]:
     result = _list(value, name)
-    if not isinstance(result, list) or not all(type(item) is int and least <= item < 2**31 for item in result):
-        raise UserError(f"'{name}' must be a list of integers from {least} to 2^31 - 1.")
+    if not isinstance(result, list) or not all(type(item) is int and minimum <= item < 2**31 for item in result):
+        raise UserError(f"'{name}' must be a list of integers from {minimum} to 2^31 - 1.")
     return result
 
 
@@ -73,8 +73,8 @@ def _number(value: Any, name: str) -> float:
     except (ValueError, OverflowError):
         result = None
     if result is None or not abs(result) <= _MAX_NUMBER:
-        shown = f"{value!r:.40}" if isinstance(value, str | float) and value == value else kind_of(value)
-        raise UserError(f"'{name}' is {shown}, but must be a finite number.")
+        text = f"{value!r:.40}" if isinstance(value, str | float) and value == value else kind_of(value)
+        raise UserError(f"'{name}' is {text}, but must be a finite number.")
     return result
 
 
@@ -82,8 +82,8 @@ def _flag(value: Any, name: str) -> bool:
     word = value.strip().lower() if isinstance(value, str) else value
     result = _FLAGS.get(word) if isinstance(word, str | int | float) else None
     if result is None:
-        shown = f"{value!r:.40}" if isinstance(value, str) else kind_of(value)
-        raise UserError(f"'{name}' is {shown}, but must be true or false.")
+        text = f"{value!r:.40}" if isinstance(value, str) else kind_of(value)
+        raise UserError(f"'{name}' is {text}, but must be true or false.")
     return result
 
 
@@ -93,12 +93,12 @@ def _object(value: Any, name: str) -> dict[str, Any]:
     return value or {}
 
 
-ANYTHING = ColumnType(_anything)
+ANYTHING = ColumnType(_identity)
 TEXT = ColumnType(_text, is_text=True)
 TEXT_OR_MESSAGES = ColumnType(_text_or_messages, is_text=True, cell=_messages_in)
 MESSAGES = ColumnType(_messages)  # objects with role and content, or with from and value
-TOKENS = ColumnType(partial(_integers, least=0))
-LABELS = ColumnType(partial(_integers, least=-100))
+TOKENS = ColumnType(partial(_integers, minimum=0))
+LABELS = ColumnType(partial(_integers, minimum=-100))
 NUMBER = ColumnType(_number)
 FLAG = ColumnType(_flag)  # true or false
 OBJECT = ColumnType(_object)

@@ -50,7 +50,7 @@ def _records(file: IO[bytes], path: Path, formats: RowFormats[Any]) -> Iterator[
     reader = csv.reader(lines, delimiter=_delimiter(lines, formats), strict=True)
     blank = 0
     while True:
-        begin, lines.record_length = lines.skipped + reader.line_num + 1, 0
+        begin, lines.record_length = lines.skipped_lines + reader.line_num + 1, 0
         try:
             cells = next(reader)
         except StopIteration:
@@ -74,22 +74,22 @@ def _records(file: IO[bytes], path: Path, formats: RowFormats[Any]) -> Iterator[
 class _Lines:
     """The lines of a file as text, for the csv module, limited to MAX_LINE bytes per record.
 
-    first: the header; skipped: lines before it.
+    first: the header; skipped_lines: lines before it.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.first = self._read().removeprefix("\ufeff")
-        self.skipped = int(_SEPARATOR.fullmatch(self.first) is not None)
-        if self.skipped:
+        self.skipped_lines = int(_SEPARATOR.fullmatch(self.first) is not None)
+        if self.skipped_lines:
             self.first = self._read()
-        self._waiting, self.record_length, self.last = [self.first], 0, ""
+        self._pending_lines, self.record_length, self.last = [self.first], 0, ""
 
     def __iter__(self) -> _Lines:
         return self
 
     def __next__(self) -> str:
-        self.last = self._waiting.pop() if self._waiting else self._read()
+        self.last = self._pending_lines.pop() if self._pending_lines else self._read()
         self.record_length += len(self.last)
         if self.record_length > MAX_LINE:
             raise csv.Error("larger than a row may be")

@@ -35,7 +35,7 @@ class DatasetSplits:
         """The first of these names that exists."""
         return next((name for name in names if name in self.splits), None)
 
-    def only(self) -> str | None:
+    def single_split(self) -> str | None:
         """The name of a dataset's only split, if there is just one."""
         return next(iter(self.splits)) if len(self.splits) == 1 and not self.folder else None
 
@@ -47,17 +47,17 @@ class DatasetSplits:
         alike = next((names for names in (TRAIN, VALID, TEST) if split in names), (split,))
         name = self.first((split, *alike))
         if name is None:
-            there = (
+            choices = (
                 f"choose one of {join_words([*self.splits])}" if self.splits else "it has no file named like a split"
             )
-            raise UserError(f"{self.data} has no split {split!r:.80}: {there}.")
+            raise UserError(f"{self.data} has no split {split!r:.80}: {choices}.")
         return self.take(name)
 
-    def unused(self) -> list[str]:
+    def unused_names(self) -> list[str]:
         """The remaining files and splits, for messages."""
         usual = [name for name in (*TRAIN, *VALID, *TEST) if name in self.splits]
-        unused = [self.splits[name] for name in usual]
-        return [*self.also, *(p.name if isinstance(p, Path) else p.path for p in unused)]
+        sources = [self.splits[name] for name in usual]
+        return [*self.also, *(p.name if isinstance(p, Path) else p.path for p in sources)]
 
 
 def training_data(
@@ -94,15 +94,15 @@ def training_data(
     splits = _lookup(str(data), split, dataset_config)
     if split:
         return splits.take_split(split), heldout
-    source = splits.take(splits.first(TRAIN) or splits.only() or _missing_split_error(splits, "train", "split"))
+    source = splits.take(splits.first(TRAIN) or splits.single_split() or _missing_split_error(splits, "train", "split"))
     valid = splits.first(VALID)
     if heldout is None and valid is not None:
         heldout = splits.take(valid)
-    unused = splits.unused()
-    if unused and not (eval_data or eval_split or "eval_data" in sources):
-        verb = "is" if len(unused) == 1 else "are"
+    names = splits.unused_names()
+    if names and not (eval_data or eval_split or "eval_data" in sources):
+        verb = "is" if len(names) == 1 else "are"
         option = "eval_data" if isinstance(source, FileSource) else "eval_split"
-        note = f"{join_words(unused)} beside {source.name} {verb} not used; use {flag(option)} for held-out rows"
+        note = f"{join_words(names)} beside {source.name} {verb} not used; use {flag(option)} for held-out rows"
         source = replace(source, notes=(*source.notes, note))
     return source, heldout
 
@@ -126,7 +126,7 @@ def heldout_data(
     if split:
         return splits.take_split(split)
     return splits.take(
-        splits.first((*VALID, *TEST, *TRAIN)) or splits.only() or _missing_split_error(splits, "valid", option)
+        splits.first((*VALID, *TEST, *TRAIN)) or splits.single_split() or _missing_split_error(splits, "valid", option)
     )
 
 
@@ -148,7 +148,9 @@ def _find_splits(data: str, split: str | None, config: str | None, option: str, 
             raise UserError(f"{flag(option)} needs a dataset or a folder, but {data} is a file: leave it out.")
         single = DatasetSplits(data, {"train": path})
         if _stem(path) in TRAIN:
-            single.also = [other.name for other in _files(path.parent) if other != path and _stem(other) not in TRAIN]
+            single.also = [
+                sibling.name for sibling in _files(path.parent) if sibling != path and _stem(sibling) not in TRAIN
+            ]
         return single
     if path.is_dir():
         if is_saved(path):
@@ -182,11 +184,11 @@ def _stem(path: Path) -> str:
 
 def _missing_split_error(splits: DatasetSplits, split: str, option: str) -> NoReturn:
     if not splits.folder:
-        there = join_words([*splits.splits], most=_SHOWN)
-        raise UserError(f"{splits.data} has no split {split!r}, only {there}: choose one with {flag(option)}.")
+        choices = join_words([*splits.splits], limit=_SHOWN)
+        raise UserError(f"{splits.data} has no split {split!r}, only {choices}: choose one with {flag(option)}.")
     names = [path.name for path in sorted(Path(splits.data).iterdir()) if bare_name(path).suffix.lower() in SUFFIXES]
-    there = f"it holds {join_words(names, most=_SHOWN)}" if names else "it holds no data"
+    content = f"it holds {join_words(names, limit=_SHOWN)}" if names else "it holds no data"
     raise UserError(
-        f"The folder {splits.data} has no {split}.jsonl (or {', '.join(SUFFIXES[2:])}), and {there}: name the file "
+        f"The folder {splits.data} has no {split}.jsonl (or {', '.join(SUFFIXES[2:])}), and {content}: name the file "
         "itself, or rename it."
     )

@@ -58,8 +58,8 @@ def conversation(row: Fields, messages: list[dict[str, Any]], first_trained: int
         raise UserError("the row has both 'tools' and 'functions'; keep 'tools'.")
     kwargs = row["chat_template_kwargs"] or {}
     check_variables(kwargs)
-    shown = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
-    return Conversation(shown, trained, tools or functions, kwargs)
+    plain_messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+    return Conversation(plain_messages, trained, tools or functions, kwargs)
 
 
 def with_system(row: Fields, column: str) -> list[dict[str, Any]]:

@@ -162,13 +162,13 @@ def _elements(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | None]]
                 is_long = True
                 line += buffer.count(b"\n", begin, at)
                 begin = at
-            more = file.read(min(max(_CHUNK, at - begin), _MOST))  # more for long elements
-            if not more:
+            chunk = file.read(min(max(_CHUNK, at - begin), _MOST))  # more for long elements
+            if not chunk:
                 raise UserError(
                     f"{path} is a list that is not closed: row {count + 1}, line {_behind_space(buffer, begin, line)}, "
                     "lacks a quotation mark or a bracket, or the file is truncated."
                 )
-            buffer, at, begin = buffer[begin:] + more, at - begin, 0
+            buffer, at, begin = buffer[begin:] + chunk, at - begin, 0
             continue
         mark, at = match[0], match.end()
         if in_string:
@@ -180,8 +180,8 @@ def _elements(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | None]]
         elif depth:
             depth -= 1
         elif mark == b"}":
-            here = line + buffer.count(b"\n", begin, at)
-            raise UserError(f"{path}, line {here}: there is one closing brace too many.")
+            line_number = line + buffer.count(b"\n", begin, at)
+            raise UserError(f"{path}, line {line_number}: there is one closing brace too many.")
         else:
             element = buffer[begin : at - 1].strip()
             if element or count or mark == b",":
@@ -189,8 +189,8 @@ def _elements(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | None]]
             line, begin, is_long, count = line + buffer.count(b"\n", begin, at), at, False, count + 1
             if mark == b"]":
                 break
-    while not (tail := buffer[begin:].lstrip()) and (more := file.read(_CHUNK)):
-        line, buffer, begin = line + buffer.count(b"\n", begin), more, 0
+    while not (tail := buffer[begin:].lstrip()) and (chunk := file.read(_CHUNK)):
+        line, buffer, begin = line + buffer.count(b"\n", begin), chunk, 0
     if tail:
         raise UserError(
             f"{path} has text after the end of its list, in line {_behind_space(buffer, begin, line)}; "

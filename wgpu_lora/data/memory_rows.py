@@ -48,8 +48,8 @@ class PythonRows:
         for count, row in enumerate(self.items, start=1):
             yield RowPlace("row", count), _checked(row, hasattr(self.items, "column_names"))
         if not count:
-            again = "; an iterator can be read only once" if iter(self.items) is self.items else ""
-            raise UserError(f"'{self.argument}' has no rows{again}: give at least one dict.")
+            note = "; an iterator can be read only once" if iter(self.items) is self.items else ""
+            raise UserError(f"'{self.argument}' has no rows{note}: give at least one dict.")
         self._count = count
 
     def locate(self, place: RowPlace) -> str:

@@ -93,10 +93,10 @@ def _weight(fields: dict[str, Any], where: str) -> int | None:
     marks = {name: fields.pop(name) for name in _TRAINED if name in fields}
     for name, value in marks.items():
         if type(value) not in (bool, int, float) or value not in (0, 1):
-            shown, expected = json.dumps(value, default=repr)[:80], "0 (do not train on it) or 1"
+            text, expected = json.dumps(value, default=repr)[:80], "0 (do not train on it) or 1"
             if name != "weight":
-                raise UserError(f"{where} has {name!r}: {shown}, but it must be true or false.")
-            raise UserError(f"{where} has the weight {shown}, but it must be {expected}.")
+                raise UserError(f"{where} has {name!r}: {text}, but it must be true or false.")
+            raise UserError(f"{where} has the weight {text}, but it must be {expected}.")
     if len({int(value) for value in marks.values()}) > 1:
         raise UserError(f"{where} has {' and '.join(map(repr, marks))}, which contradict each other; keep 'weight'.")
     return int(next(iter(marks.values()))) if marks else None
@@ -122,8 +122,8 @@ def _calls(fields: dict[str, Any], where: str) -> list[dict[str, Any]]:
         raise UserError(f"{where} has 'tool_calls' that are not a list of objects.")
     if older is None or (isinstance(older, dict) and not any(older.values())):
         if nameless := [call for call in calls if not _name_of(call)]:
-            shown = json.dumps(nameless[0], default=repr)[:80]
-            raise UserError(f"{where} has a tool call without the name of a function, {shown}.")
+            text = json.dumps(nameless[0], default=repr)[:80]
+            raise UserError(f"{where} has a tool call without the name of a function, {text}.")
         return [_parsed_call(call) if "function" in call else _function_call(call) for call in calls]
     if not isinstance(older, dict) or not _name_of(older):
         raise UserError(f"{where} has a 'function_call' that is not an object with 'name' and 'arguments'.")

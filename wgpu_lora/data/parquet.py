@@ -98,9 +98,9 @@ def _decoded_bytes(part: Any) -> int:
     if hasattr(part, "chunks"):
         return sum(map(_decoded_bytes, part.chunks))
     if types.is_dictionary(part.type) and not types.is_primitive(part.type.value_type):
-        used = part.indices.drop_null().value_counts()
-        lengths = compute.binary_length(part.dictionary.take(used.field("values")))
-        return int(compute.sum(compute.multiply(lengths.cast("int64"), used.field("counts"))).as_py() or 0)
+        value_counts = part.indices.drop_null().value_counts()
+        lengths = compute.binary_length(part.dictionary.take(value_counts.field("values")))
+        return int(compute.sum(compute.multiply(lengths.cast("int64"), value_counts.field("counts"))).as_py() or 0)
     if types.is_struct(part.type):
         return sum(map(_decoded_bytes, part.flatten()))
     if types.is_list(part.type) or types.is_large_list(part.type) or types.is_fixed_size_list(part.type):

@@ -37,8 +37,8 @@ class PlacedCount:
         """The places in brackets, such as ' (lines 3, 9, 12, ...)'."""
         if not self.places:
             return ""
-        more = ", ..." if self.count > len(self.places) else ""
-        return f" ({_at(self.places)}{more})"
+        ellipsis = ", ..." if self.count > len(self.places) else ""
+        return f" ({_at(self.places)}{ellipsis})"
 
 
 @dataclass

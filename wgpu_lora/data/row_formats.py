@@ -132,7 +132,7 @@ class RowFormats(Generic[T]):
         result = {name: kind.cell(row[name]) for name, kind in (form.required if form else {}).items() if kind.cell}
         return row if any(isinstance(value, str) for value in result.values()) else {**row, **result}
 
-    def unused(self, row: Row) -> list[str]:
+    def unused_columns(self, row: Row) -> list[str]:
         """Columns of a row that mean something elsewhere, but are not read in its format."""
         form = self._of(row)
         read = {*form.required, *form.optional} if form else {*MEANINGFUL}
@@ -142,9 +142,9 @@ class RowFormats(Generic[T]):
         """Raise UserError unless these columns of a table fit a format; the message lists them."""
         if self.matches(names):
             return
-        shown = ", ".join(repr(name[:80]) for name in names[:20]) or "none"
+        columns = ", ".join(repr(name[:80]) for name in names[:20]) or "none"
         advice = self._other_names(names) or "rename them"
-        raise UserError(f"the columns are {shown}, but {self._requirements}; {advice}.")
+        raise UserError(f"the columns are {columns}, but {self._requirements}; {advice}.")
 
     def advice(self, row: Row) -> str | None:
         """How to turn a row, or an object that contains rows, into one that fits; None if there is no guess."""
@@ -212,8 +212,8 @@ def _renamed(lower: dict[str, str], keys: Sequence[str], names: Collection[str])
     """
     result: dict[str, str] = {}
     for key in keys:
-        unused = {name for name in lower if lower[name] not in result and name not in names} - ({*keys} - {key})
-        name = next((name for name in (key, *_OTHER_KEYS.get(key, ())) if name in unused), None)
+        candidates = {name for name in lower if lower[name] not in result and name not in names} - ({*keys} - {key})
+        name = next((name for name in (key, *_OTHER_KEYS.get(key, ())) if name in candidates), None)
         if name is None:
             return {}
         result[lower[name]] = key

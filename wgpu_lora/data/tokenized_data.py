@@ -306,7 +306,7 @@ def _sample(
     if isinstance(noted, BadRow):
         account.add_bad(place, noted)
         return None, 0
-    for name in formats.unused(row) if isinstance(row, dict) else ():
+    for name in formats.unused_columns(row) if isinstance(row, dict) else ():
         account.remark(place, f"the column '{name}' is not used")
     assert sample is not None
     examples = []
@@ -403,16 +403,16 @@ def split_validation(prepared: TokenizedData, amount: float, seed: int) -> tuple
     mask = validation_mask(prepared.keys, amount, seed)
     count, total = int(mask.sum()), len(mask)
     note = f"{count:,} of {count_noun(total, 'row')} are held out ({setting('validation_split', amount)})"
-    train = _only(prepared, ~mask, notes=(*prepared.notes, note))
+    train = _subset(prepared, ~mask, notes=(*prepared.notes, note))
     source = prepared.account.source
     identity = np.sort(prepared.keys[mask]).tobytes()
     if source.is_sealed:  # records have the digest, by which somebody could try what the rows are
         identity = f"{prepared.digest} {amount} {seed}".encode()
     digest = hashlib.sha256(identity).hexdigest()
-    return train, _only(prepared, mask, digest=digest, account=RowCounts(source, examples=count), notes=())
+    return train, _subset(prepared, mask, digest=digest, account=RowCounts(source, examples=count), notes=())
 
 
-def _only(prepared: TokenizedData, mask: np.ndarray, **changes: Any) -> TokenizedData:
+def _subset(prepared: TokenizedData, mask: np.ndarray, **changes: Any) -> TokenizedData:
     """Some of the samples."""
     indices = np.flatnonzero(mask).tolist()
     rows = [row for sample in indices for row in prepared.samples[sample]]

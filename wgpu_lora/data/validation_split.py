@@ -47,10 +47,10 @@ def validation_mask(keys: np.ndarray, amount: float, seed: int, option: str = "v
         )
     target = max(1, target)
     ranks = _mixed(keys, seed)  # one to one, so groups stay apart
-    ordered = np.sort(ranks)
-    if rows == 1 or not np.any(ordered[1:] == ordered[:-1]):
-        return ranks <= ordered[target - 1]
-    starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))).astype(np.uint32)
+    sorted_ranks = np.sort(ranks)
+    if rows == 1 or not np.any(sorted_ranks[1:] == sorted_ranks[:-1]):
+        return ranks <= sorted_ranks[target - 1]
+    starts = np.flatnonzero(np.concatenate(([True], sorted_ranks[1:] != sorted_ranks[:-1]))).astype(np.uint32)
     sizes = np.diff(starts, append=np.uint32(rows))
     if len(sizes) == 1:
         raise UserError(
@@ -59,8 +59,8 @@ def validation_mask(keys: np.ndarray, amount: float, seed: int, option: str = "v
     groups = _choose_groups(sizes, target)
     if not len(groups):  # every group is too large
         groups = np.array([np.argmin(sizes)])
-    held_out = ordered[starts[groups]]
-    del ordered, starts, sizes
+    held_out = sorted_ranks[starts[groups]]
+    del sorted_ranks, starts, sizes
     mask = np.empty(rows, bool)
     for at in range(0, rows, _BLOCK):
         block = ranks[at : at + _BLOCK]

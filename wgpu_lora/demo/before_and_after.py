@@ -40,7 +40,7 @@ class CheckedAnswers:
         }
 
 
-class _Counted(Events):
+class _AnswerCounter(Events):
     """Counts what is checked instead of what is answered, and the tokens of all batches."""
 
     def __init__(self, events: Events, checked: list[CheckedAnswer], total: int):
@@ -77,8 +77,8 @@ class Comparison:
         task = Functions(allow_unconfined) if model == "demo" else Orders()
         options = {**task.options, **changes, "model": model, "output": str(numbered(Path(output))), "device": device}
         args, recipe = resolve_options(options, task.recipe, "The demo")
-        loaded = load(model, device=device, base_dtype=args.base_dtype)
-        return cls(prepare_job(args, loaded), loaded, recipe or find_recipe(task.recipe), task)
+        loaded_model = load(model, device=device, base_dtype=args.base_dtype)
+        return cls(prepare_job(args, loaded_model), loaded_model, recipe or find_recipe(task.recipe), task)
 
     def requests(self) -> list[str]:
         return [request_of(row) for row in self.task.rows]
@@ -91,17 +91,17 @@ class Comparison:
         """
         checked: list[CheckedAnswer] = []
         task = self.task
-        counted = _Counted(events, checked, len(task.rows))
+        counter = _AnswerCounter(events, checked, len(task.rows))
         for start in range(0, len(task.rows), BATCH):
             rows = task.rows[start : start + BATCH]
             prompts = [row["messages"][:-1] for row in rows]
             result = answer(
-                self.model, prompts, adapter=adapter, max_new_tokens=task.new_tokens, batch=BATCH, events=counted
+                self.model, prompts, adapter=adapter, max_new_tokens=task.new_tokens, batch=BATCH, events=counter
             )
             for completion, row in zip(result, rows, strict=True):
                 checked.append(task.check(completion.text, row))
-                counted.answering(0, 0, sum(len(item.token_ids) for item in result))
-            counted.before += sum(len(item.token_ids) for item in result)
+                counter.answering(0, 0, sum(len(item.token_ids) for item in result))
+            counter.before += sum(len(item.token_ids) for item in result)
         return CheckedAnswers(checked)
 
     def trained(self, record: RunRecord, events: Events = SILENT) -> None:

@@ -34,7 +34,7 @@ TOLERANCE = 1e-3
 def devices_compute(proof: Proof, finding: Finding) -> str:
     """Passes if every device used multiplied matrices correctly, and two are used if there are two."""
     value = proof.devices
-    devices, used, different = value["devices"], value["used"], len(set(value["hardware"]))
+    devices, indices, different = value["devices"], value["used"], len(set(value["hardware"]))
     discrete = sum(device["kind"] == "discrete" for device in devices)
     finding.figures = {name: value[name] for name in ("devices", "used", "computed", "webgpu")}
     finding.figures |= {"discrete": discrete, "required_discrete": proof.discrete}
@@ -43,17 +43,17 @@ def devices_compute(proof: Proof, finding: Finding) -> str:
     for index, result in value["computed"].items():
         name = f"device {index} ({devices[int(index)]['name']})"
         finding.expect(result["fine"], f"{name} multiplied matrices with an error of {np.float64(result['error']):.1e}")
-    enough = value["asked"] or len(used) >= min(2, different)
-    finding.expect(enough, f"only {len(used)} of {different} different devices are used")
+    has_enough = value["asked"] or len(indices) >= min(2, different)
+    finding.expect(has_enough, f"only {len(indices)} of {different} different devices are used")
     lacking = proof.lacks_discrete()
     finding.expect(not lacking, f"{lacking}")
-    names = ", ".join("{index} {name} ({driver}, {backend}, {kind})".format(**devices[index]) for index in used)
+    names = ", ".join("{index} {name} ({driver}, {backend}, {kind})".format(**devices[index]) for index in indices)
     return f"{len(devices)} found, {discrete} discrete; used: {names}"
 
 
 def devices_agree(proof: Proof, finding: Finding) -> str:
     """Imports the checkpoint on each device, generates with the packed model, and compares all with the first."""
-    arrays = {index: str(proof.out / "work" / f"logits-{index}.npz") for index in proof.used()}
+    arrays = {index: str(proof.out / "work" / f"logits-{index}.npz") for index in proof.device_indices()}
     children = {
         index: proof.children.start(
             f"generate-{index}", "proof-generate", options=proof.args.as_dict(), device=index, arrays=path
@@ -90,19 +90,19 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
         for number, (x, y) in enumerate(zip(a["answers"], b["answers"], strict=True)):
             first, second = logits_a[f"arr_{number}"], logits_b[f"arr_{number}"]
             pairs = enumerate(zip(x["ids"], y["ids"], strict=False))
-            same = next((i for i, (u, v) in pairs if u != v), min(len(x["ids"]), len(y["ids"])))
+            prefix = next((i for i, (u, v) in pairs if u != v), min(len(x["ids"]), len(y["ids"])))
             # Logits after the same tokens can be compared, including those at which the answers diverge.
-            count = min(same + 1, len(first), len(second))
+            count = min(prefix + 1, len(first), len(second))
             scale = float(max(np.abs(first).max(initial=0), np.abs(second).max(initial=0)))
             difference = float(np.abs(first[:count] - second[:count]).max(initial=0)) / (scale or 1)
             worst = max(worst, difference) if np.isfinite(difference) else math.inf
             if x["ids"] == y["ids"]:
                 continue
-            gap = np.float64((x["gaps"] if len(x["gaps"]) > same else y["gaps"])[same])  # NaN for null
+            gap = np.float64((x["gaps"] if len(x["gaps"]) > prefix else y["gaps"])[prefix])  # NaN for null
             near_ties += bool(gap < TOLERANCE * scale)
             if not gap < TOLERANCE * scale:
                 faults.append(
-                    f"answer {number + 1} diverges at token {same + 1}, where the likeliest leads by {gap:.2g}"
+                    f"answer {number + 1} diverges at token {prefix + 1}, where the likeliest leads by {gap:.2g}"
                 )
     if not worst <= TOLERANCE:
         faults.append(f"logits differ by {worst:.1e} of the largest, more than {TOLERANCE:.0e}")
@@ -186,8 +186,8 @@ def losses_fall(proof: Proof, finding: Finding) -> str:
     finding.figures |= {"first_tenth": first, "last_tenth": last, "margin": margin, "heldout": heldout}
     finding.figures |= {"heldout_margin": FALL * before, "seen_in_training": leaked}
     falls = {"the loss": (first, last, margin), name: (before, after, FALL * before)}
-    for label, (start, end, least) in falls.items():
-        finding.expect(start - end > least, f"{label} went from {start:.4f} to {end:.4f}, not down by {least:.4f}")
+    for label, (start, end, drop) in falls.items():
+        finding.expect(start - end > drop, f"{label} went from {start:.4f} to {end:.4f}, not down by {drop:.4f}")
     summary = (
         f"{len(losses)} finite losses; first tenth {first:.4f}, last tenth {last:.4f} (margin {margin:.4f}); "
         f"{name} {before:.4f} to {after:.4f}"
@@ -216,8 +216,8 @@ def work_happened_on_the_device(proof: Proof, finding: Finding) -> str:
     share = clock["device_seconds"] / clock["host_seconds"]
     finding.figures = {"device": device, "clock": clock, "share": share, "logged_loss": logged}
     finding.expect_device(proof.devices["devices"][training.devices[0]], "run.json", device)
-    same = abs(loss - logged) <= SAME_LOSS * abs(logged)
-    finding.expect(same, f"the timed step's loss is {loss:.7f}, but the run logged {logged:.7f}")
+    is_equal = abs(loss - logged) <= SAME_LOSS * abs(logged)
+    finding.expect(is_equal, f"the timed step's loss is {loss:.7f}, but the run logged {logged:.7f}")
     finding.expect(clock["dispatches"], "no kernel was dispatched")
     by = "the device has no timestamps, so only the dispatches were counted"
     if clock["clock"] == "timestamps":
@@ -240,13 +240,13 @@ def gradients_agree(proof: Proof, finding: Finding) -> str:
     bent = count - len(rows)
     finding.expect(bent <= BENT * count, f"the loss is too curved along {bent} of {count} directions")
     # Null becomes NaN.
-    measured, gradient = (np.array([row[name] for row in rows], float) for name in ("measured", "gradient"))
+    differences, gradient = (np.array([row[name] for row in rows], float) for name in ("measured", "gradient"))
     finding.expect(gradient.any(), "every gradient is zero")
-    allowed = OF_ONE * np.abs(gradient) + rounding * abs(np.float64(result["loss"]))
-    for row, moved, slope, most in zip(rows, measured, gradient, allowed, strict=True):
+    tolerances = OF_ONE * np.abs(gradient) + rounding * abs(np.float64(result["loss"]))
+    for row, moved, slope, tolerance in zip(rows, differences, gradient, tolerances, strict=True):
         changes = f"along {row['matrix']} the loss changes by {moved:.3e}"
-        finding.expect(abs(moved - slope) <= most, f"{changes}, but the gradient predicts {slope:.3e}")
-    together = float(np.linalg.norm(measured - gradient) / (np.linalg.norm(gradient) or 1))
+        finding.expect(abs(moved - slope) <= tolerance, f"{changes}, but the gradient predicts {slope:.3e}")
+    together = float(np.linalg.norm(differences - gradient) / (np.linalg.norm(gradient) or 1))
     finding.figures["together"] = together
     finding.expect(together <= OF_ALL, f"the gradients differ by {together:.1%} overall, more than {OF_ALL:.1%}")
     return (
@@ -268,18 +268,18 @@ def resuming_is_exact(proof: Proof, finding: Finding) -> str:
     # Without later lines, so that those compared were written by the resumed run.
     (resumed / LOG).write_text("".join(json.dumps(line) + "\n" for line in log if line["step"] <= step))
     proof.children.run("resume", "finetune", **proof.finetune_options(resumed), resume=True)
-    again = resumed / run_checkpoint.STEPS / final.name
+    resumed_checkpoint = resumed / run_checkpoint.STEPS / final.name
     parts = ("adapter_model.safetensors", run_checkpoint.OPTIMIZER)
-    same = {name: (final / name).read_bytes() == (again / name).read_bytes() for name in parts}
+    equality = {name: (final / name).read_bytes() == (resumed_checkpoint / name).read_bytes() for name in parts}
     first, second = ([[line.get(key) for key in LOGGED] for line in lines] for lines in (log, read_log(resumed / LOG)))
     finding.figures = {
         "compared": [*parts, *(f"{LOG}: {name}" for name in LOGGED)],
         "from_step": step,
         "to_step": final_step,
-        "same": same,
+        "same": equality,
         "same_log": first == second,
     }
-    for name, equal in same.items():
+    for name, equal in equality.items():
         finding.expect(equal, f"{name} differs after resuming")
     finding.expect(first == second, "the losses, rates or gradient norms of the log differ after resuming")
     moved = (final / parts[0]).read_bytes() != (earlier / parts[0]).read_bytes()
@@ -308,24 +308,24 @@ def answers_pass_their_checks(proof: Proof, finding: Finding) -> str:
         raise NotRun(f"{leaked} of {count} held-out rows are training rows too: their answers could be memorised")
     adapters = {"before": args.init_adapter, "after": str(proof.trained().directory)}
     options: dict[str, Any] = {"model": args.model or "demo", "base_dtype": args.base_dtype, "prompts": requests}
-    options |= {"enable_thinking": args.enable_thinking, "device": proof.used()[0]}
+    options |= {"enable_thinking": args.enable_thinking, "device": proof.device_indices()[0]}
     texts = proof.children.run("answers", "proof-answers", adapters=[*adapters.values()], **options)
     answers: dict[str, list[dict[str, Any]]] = {}
-    for when, of in zip(adapters, texts, strict=True):
+    for phase, of in zip(adapters, texts, strict=True):
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # each check is a process of its own
             run = partial(run_check, allow_unconfined=proof.allow_unconfined)
             verdicts = list(pool.map(run, of, [row["check"] for row in rows]))
         parsed, passed = (sum(getattr(verdict, name) for verdict in verdicts) for name in ("parses", "passed"))
         score = {"requests": len(rows), "parsed": parsed, "passed": passed, "pass_rate": passed / len(rows)}
-        finding.figures[when] = score
+        finding.figures[phase] = score
         pairs = zip(of, verdicts, strict=True)
-        answers[when] = [{"text": text, "passed": verdict.passed, **asdict(verdict)} for text, verdict in pairs]
+        answers[phase] = [{"text": text, "passed": verdict.passed, **asdict(verdict)} for text, verdict in pairs]
     finding.figures["margin"] = MARGIN
     finding.figures["answers"] = [
         {"request": "\n".join(str(message["content"]) for message in request), "before": old, "after": new}
         for request, old, new in zip(requests, *answers.values(), strict=True)
     ]
-    was, now = (finding.figures[when]["passed"] for when in adapters)
+    was, now = (finding.figures[phase]["passed"] for phase in adapters)
     result = f"{was} of {len(rows)} answers passed before training and {now} after"
     finding.expect(now - was >= MARGIN * len(rows), f"{result}, but {MARGIN:.0%} more had to")
     return f"{result}, when {finding.figures['after']['parsed']} could be parsed"

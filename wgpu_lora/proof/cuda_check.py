@@ -25,12 +25,12 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
     """Judges all processes that were watched, so it comes after every other check."""
     if UNREADABLE:
         raise NotRun(UNREADABLE)
-    used, started, records = proof.devices["used"], proof.children.started, proof.children.watcher.stop()
+    indices, workers, records = proof.devices["used"], proof.children.workers, proof.children.watcher.stop()
     # The children's own accounts; one that was ended early has none.
-    files = {child.name: proof.children.witness(child.name) for child in started}
+    files = {child.name: proof.children.witness(child.name) for child in workers}
     reports: dict[str, Any] = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
     # The libraries that each process had mapped, as read from outside and by its own account.
-    names = {child.process.pid: child.name for child in started}
+    names = {child.process.pid: child.name for child in workers}
     accounts = [(names.get(record.pid) or short(record.command), record.pid, record.libraries) for record in records]
     accounts += [(name, account["pid"], account["libraries"]) for name, account in reports.items()]
     mapped: dict[str, set[str]] = {}
@@ -77,7 +77,7 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
     }
     if not requirements:
         raise NotRun(f"{PACKAGE} is not installed as a package, so its requirements are not known")
-    if not used:
+    if not indices:
         raise NotRun("there is no device (check 1), so no process had a reason to use CUDA")
     driver = f" except {len(explained)} mapped beside NVIDIA's Vulkan driver" if explained else ""
     return (
@@ -192,7 +192,10 @@ def required(package: str) -> set[str]:
             requirements = map(Requirement, ())
         for requirement in requirements:
             if not requirement.marker or requirement.marker.evaluate({"extra": extra}):
-                todo |= {(canonicalize_name(requirement.name), more) for more in ("", *requirement.extras)} - result
+                todo |= {
+                    (canonicalize_name(requirement.name), requested_extra)
+                    for requested_extra in ("", *requirement.extras)
+                } - result
     return {name for name, _ in result} if result != {(package, "")} else set()
 
 

@@ -50,9 +50,9 @@ class Finding:
         if not holds:
             self.faults.append(fault)
 
-    def expect_device(self, listed: Mapping[str, Any], program: str, used: Mapping[str, Any]) -> None:
+    def expect_device(self, listed: Mapping[str, Any], program: str, facts: Mapping[str, Any]) -> None:
         """Note a fault for each fact of a device used, such as its driver, that differs from the list of devices."""
-        for name, value in used.items():
+        for name, value in facts.items():
             self.expect(value == listed[name], f"{program} has the {name} {value}, but the device has {listed[name]}")
 
 
@@ -223,11 +223,11 @@ class Proof:
 
     def lacks_discrete(self) -> str | None:
         """Why --require-discrete is not met, if it is not."""
-        used = sum(device["kind"] == "discrete" for device in hardware(self.devices))
-        gpus = count_noun(used, "discrete GPU is", "discrete GPUs are")
-        return None if used >= self.discrete else f"--require-discrete {self.discrete} is not met: {gpus} used"
+        count = sum(device["kind"] == "discrete" for device in hardware(self.devices))
+        gpus = count_noun(count, "discrete GPU is", "discrete GPUs are")
+        return None if count >= self.discrete else f"--require-discrete {self.discrete} is not met: {gpus} used"
 
-    def used(self) -> list[int]:
+    def device_indices(self) -> list[int]:
         """Device indices; the first one trains."""
         if not self.devices["used"]:
             raise NotRun("there is no device (check 1)")
@@ -235,7 +235,7 @@ class Proof:
 
     def finetune_options(self, output: Path) -> dict[str, Any]:
         """Options of a `finetune` job of the recipe that logs every step; the loss before it is measured separately."""
-        place = {"recipe": str(self.recipe), "output": str(output), "device": str(self.used()[0])}
+        place = {"recipe": str(self.recipe), "output": str(output), "device": str(self.device_indices()[0])}
         return {**place, "eval_data": self.args.eval_data, "logging_steps": 1, "eval_on_start": False}
 
     @cached_property
@@ -245,10 +245,14 @@ class Proof:
         It may have failed.
         """
         args, output, start = self.args, self.out / "run", self.children.start
-        training = Training(output, self.used()[:2])
+        training = Training(output, self.device_indices()[:2])
         first, last = training.devices[0], training.devices[-1]
-        same = ("model", "max_length", "on_overflow", "base_dtype", "completion_only_loss", "enable_thinking")
-        options = {"data": args.eval_data, "adapter": args.init_adapter, **{name: getattr(args, name) for name in same}}
+        shared_options = ("model", "max_length", "on_overflow", "base_dtype", "completion_only_loss", "enable_thinking")
+        options = {
+            "data": args.eval_data,
+            "adapter": args.init_adapter,
+            **{name: getattr(args, name) for name in shared_options},
+        }
         with start("evaluate", "evaluate", interactive=True, turns=True, device=last, **options) as evaluate:
             try:
                 training.before = self.children.run("evaluate-before", "evaluate", device=first, **options)

@@ -66,8 +66,8 @@ def prove(
     if discrete < 0:
         raise UserError(f"--require-discrete must be 0 or more, not {discrete}.")
     args, path = read_recipe(recipe)
-    selected = set(only) or set(CHECKS)
-    if ANSWERS in selected:
+    numbers = set(only) or set(CHECKS)
+    if ANSWERS in numbers:
         check_answers_can_run(args, allow_unconfined)
     out = numbered(out)
     with locked(out, "--out"):
@@ -80,10 +80,10 @@ def prove(
                 device_list = {**NO_DEVICES, "error": str(error)}
             if "refused" in device_list:
                 raise UserError(device_list["refused"])
-            differences = GRADIENTS in selected and args.compute_dtype == "f32"
+            differences = GRADIENTS in numbers and args.compute_dtype == "f32"
             proof = Proof(out, path, args, device_list, children, discrete, allow_unconfined, differences)
             lacking = proof.lacks_discrete()
-            run = {DEVICES} if lacking else selected
+            run = {DEVICES} if lacking else numbers
             for number in sorted(CHECKS, key=lambda n: (n == LAST, n)):
                 name, check = CHECKS[number]
                 if number not in run:

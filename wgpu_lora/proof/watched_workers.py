@@ -166,15 +166,15 @@ class Children:
             **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(self.cache / "tmp")),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        self.started: list[Worker] = []
+        self.workers: list[Worker] = []
         self.watcher = Watcher()
         self.watcher.start()
 
     def start(self, name: str, job: str, interactive: bool = False, **options: Any) -> Worker:
         program = [sys.executable, "-S", "-c", WORKER, str(self.witness(name))]
         files: dict[str, Any] = {"environment": self.environment, "place": self.logs}
-        self.started.append(Worker(job, options, name=name, program=program, interactive=interactive, **files))
-        return self.started[-1]
+        self.workers.append(Worker(job, options, name=name, program=program, interactive=interactive, **files))
+        return self.workers[-1]
 
     def run(self, name: str, job: str, **options: Any) -> Any:
         """The result of a job. Raises WorkerFailed if it fails."""
@@ -186,7 +186,7 @@ class Children:
 
     def end(self) -> None:
         """Ends those still running, with their own children, and removes the caches."""
-        for worker in self.started:
+        for worker in self.workers:
             worker.end()
         self.watcher.stop()
         shutil.rmtree(self.cache, ignore_errors=True)

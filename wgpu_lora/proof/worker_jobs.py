@@ -57,19 +57,19 @@ def devices(port: EventWriter, *, select: str | None, discrete: int = 0) -> dict
     """
     result = list_devices()
     try:
-        used = default_devices(result, max(AT_ONCE, discrete))
+        indices = default_devices(result, max(AT_ONCE, discrete))
         if select and result:
-            used = [choose(part.strip())[0].index for part in select.split(",")]
+            indices = [choose(part.strip())[0].index for part in select.split(",")]
     except UserError as error:
         return {"refused": str(error)}
-    if len(set(used)) != len(used):
+    if len(set(indices)) != len(indices):
         return {"refused": f"--devices {select} names a device twice: name each once."}
     return {
         "devices": [info.as_dict() for info in result],
         "hardware": [device_key(info, result) for info in result],
-        "used": used,
+        "used": indices,
         "asked": select is not None,
-        "computed": {index: multiply(index) for index in used},
+        "computed": {index: multiply(index) for index in indices},
         "webgpu": backend().versions(),
     }
 
@@ -192,14 +192,14 @@ def clock(session: Session, batches: Sequence[tuple[Batch, list[Group]]], units:
     device_seconds, host_seconds = [], []
     for repeat in range(-2, REPEATS):  # the first run compiles, the second finds where to split a long step
         session.begin()
-        begin, spent = time.perf_counter(), 0.0
+        begin, seconds = time.perf_counter(), 0.0
         for batch, groups in batches:
             batch.upload(groups)
             if repeat < 0:
                 batch.program.run()
             else:
-                spent += timer.run(batch.program)
-        device_seconds.append(spent)
+                seconds += timer.run(batch.program)
+        device_seconds.append(seconds)
         host_seconds.append(time.perf_counter() - begin)
     timer.free()
     return {
@@ -250,9 +250,9 @@ def gradients(
             direction *= size / np.linalg.norm(direction)
 
             def moved(by: float, module: str = module, factor: int = factor, to: np.ndarray = direction) -> float:
-                changed = list(adapter[module])
-                changed[factor] = (changed[factor] + by * to).astype(np.float32)
-                return loss({module: (changed[0], changed[1])})
+                matrices = list(adapter[module])
+                matrices[factor] = (matrices[factor] + by * to).astype(np.float32)
+                return loss({module: (matrices[0], matrices[1])})
 
             result = difference(moved, 2 * float((gradient * direction).sum()), centre)
             adapters.write(device, 0, {module: adapter[module]})
@@ -277,6 +277,6 @@ def difference(loss: Callable[[float], float], slope: float, centre: float) -> d
             return {"length": length, "measured": at[-1], "gradient": slope * length}
         if len(at) >= 3 and straight(at[-3], at[-2]) and straight(at[-2], at[-1]):
             # Richardson extrapolation: the cubic term is eight times as large in the whole as in the half.
-            measured = (8 * at[-2] - at[-3]) / 3
-            return {"length": 4 * length, "measured": measured, "gradient": slope * 4 * length}
+            estimate = (8 * at[-2] - at[-3]) / 3
+            return {"length": 4 * length, "measured": estimate, "gradient": slope * 4 * length}
     return {"length": None, "measured": None, "gradient": slope}

@@ -216,7 +216,7 @@ class _Segments:
             **figures,
             "attestation": VERIFIED if evidence.verified else f"not verified ({evidence.failures[0]})",
             "runtimeState": ZEROIZED if clean["complete"] else f"not zeroized ({clean['not_wiped'][0]})",
-            "protectionSec": sum(seconds for at, seconds in record.spent if at < steps.time),
+            "protectionSec": sum(seconds for at, seconds in record.protection_times if at < steps.time),
         }
 
 

@@ -69,9 +69,9 @@ def make_row(figures: Mapping[str, Any]) -> Row:
     try:
         row = {**figures, "overheadPct": overhead_pct(figures)}
     except ValueError:
-        least = min(figures["rawSteps"], figures["protectedSteps"])
+        step_count = min(figures["rawSteps"], figures["protectedSteps"])
         raise UserError(
-            f"A segment had {count_noun(least, 'step')}, too few to compare: give a longer --target-seconds."
+            f"A segment had {count_noun(step_count, 'step')}, too few to compare: give a longer --target-seconds."
         ) from None
     digests, steps = ({row[f"{side}{name}"] for side in ("raw", "protected")} for name in ("AdapterSha256", "Steps"))
     defects = {
@@ -81,10 +81,10 @@ def make_row(figures: Mapping[str, Any]) -> Row:
         "both adapters are the same after different numbers of steps": len(digests) == 1 and len(steps) == 2,
     }
     for side in ("raw", "protected"):
-        loss, stopped, digest = (row[f"{side}{name}"] for name in ("FinalLoss", "StopReason", "AdapterSha256"))
+        loss, stop_reason, digest = (row[f"{side}{name}"] for name in ("FinalLoss", "StopReason", "AdapterSha256"))
         defects |= {
             f"the final loss of the {side} segment is not finite": loss is None or not math.isfinite(loss),
-            f"the {side} segment ended before its target ({stopped})": stopped != TARGET,
+            f"the {side} segment ended before its target ({stop_reason})": stop_reason != TARGET,
             f"the adapter of the {side} segment is the initial one": digest == row["initialAdapterSha256"],
         }
     row["notClean"] = [reason for reason, applies in defects.items() if applies]
@@ -94,15 +94,15 @@ def make_row(figures: Mapping[str, Any]) -> Row:
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     """Rows, median, min, max and spread (max - min) of the overhead in per cent, of all rows and by order."""
     by_order = {order: [row["overheadPct"] for row in rows if row.get("order") == order] for order in ORDERS}
-    every = [row["overheadPct"] for row in rows]
+    overheads = [row["overheadPct"] for row in rows]
     return {
-        "all": _spread(every),
+        "all": _spread(overheads),
         "byOrder": {order: _spread(values) for order, values in by_order.items() if values},
         "spreadOfRepeats": max((max(v) - min(v) for v in by_order.values() if len(v) > 1), default=None),
-        "negative": sum(value < 0 for value in every),
+        "negative": sum(value < 0 for value in overheads),
         "clean": sum(bool(row.get("cleanModelArtifact")) for row in rows),
         "limitPct": LIMIT,
-        "withinLimit": statistics.median(every) <= LIMIT,
+        "withinLimit": statistics.median(overheads) <= LIMIT,
     }
 
 
@@ -118,11 +118,11 @@ def interpretation(rows: Sequence[Row]) -> list[str]:
         groups = {label: [row for row in rows if row["label"] == label] for label in labels}
         return [f"{label}: {text}" for label, group in groups.items() for text in interpretation(group)]
     summary = summarize(rows)
-    every, repeats, orders = summary["all"], summary["spreadOfRepeats"], summary["byOrder"]
+    total, repeats, orders = summary["all"], summary["spreadOfRepeats"], summary["byOrder"]
     medians = "; ".join(f"{order} {figures['median']:+.2f}%" for order, figures in orders.items())
     texts = [
-        f"Overhead over {count_noun(every['rows'], 'row')}: median {every['median']:+.2f}%, from {every['min']:+.2f}% "
-        f"to {every['max']:+.2f}% (medians by order: {medians or 'unknown'}); "
+        f"Overhead over {count_noun(total['rows'], 'row')}: median {total['median']:+.2f}%, from {total['min']:+.2f}% "
+        f"to {total['max']:+.2f}% (medians by order: {medians or 'unknown'}); "
         f"{'within' if summary['withinLimit'] else 'above'} the limit of {LIMIT:g}%."
     ]
     if below := summary["negative"]:
@@ -130,9 +130,9 @@ def interpretation(rows: Sequence[Row]) -> list[str]:
             f"{count_noun(below, 'row')} below zero: that is noise, since protection does not make training faster."
         )
     if repeats is not None:
-        more = "more" if abs(every["median"]) > repeats else "no more"
+        word = "more" if abs(total["median"]) > repeats else "no more"
         texts.append(
-            f"Repeats in the same order differ by up to {repeats:.2f} points; the median overhead is {more} than that."
+            f"Repeats in the same order differ by up to {repeats:.2f} points; the median overhead is {word} than that."
         )
     elif orders:
         texts.append("There is one row per order, so the spread of repeats is unknown.")

@@ -84,10 +84,10 @@ def defaults(run: Run) -> Facts:
 
 
 def _flags(options: dict[str, Any]) -> Facts:
-    return {f"--{name.replace('_', '-')}": _shown(options[name]) for name in sorted(options) if name not in OWN}
+    return {f"--{name.replace('_', '-')}": _value_text(options[name]) for name in sorted(options) if name not in OWN}
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if value is None:
         return "not set"
     if isinstance(value, bool):
@@ -134,8 +134,8 @@ def summary(run: Run) -> str:
     parts = [f"loss {number(state.last_loss)}"]
     if state.trained_eval_loss is not None:
         losses_by_name = {"{} before": state.first_eval_loss, "best {}": state.best_eval_loss}
-        more = ", ".join(text.format(number(loss)) for text, loss in losses_by_name.items() if loss is not None)
-        parts.append(f"held-out {number(state.trained_eval_loss)}" + (f" ({more})" if more else ""))
+        details = ", ".join(text.format(number(loss)) for text, loss in losses_by_name.items() if loss is not None)
+        parts.append(f"held-out {number(state.trained_eval_loss)}" + (f" ({details})" if details else ""))
     speeds = ", ".join(f"{value:,.0f} {kind}" for kind, value in run.speeds().items())
     return (
         f"- **{run.name}**: {options.model or 'demo'}, {options.trains()}, "

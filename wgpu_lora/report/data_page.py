@@ -54,7 +54,7 @@ def render_page(
     statistics: RowStatistics, projection: Projection | None, price: float | None, larger: Sequence[Mapping[str, Any]]
 ) -> str:
     tokens = {name: f"{length:,}" for name, length in statistics.quantiles.items()}
-    most = max(statistics.formats.values(), default=1)
+    maximum = max(statistics.formats.values(), default=1)
     facts = {
         "rows": f"{len(statistics.lengths):,}",
         "held-out rows": f"{statistics.heldout:,}",
@@ -72,7 +72,7 @@ def render_page(
         facts_of=facts,
         quantiles=(list(tokens), [list(tokens.values())]),
         lengths=_lengths(statistics),
-        formats=[Bar.of(name, f"{n:,}", most, [(n, 0, f"{name}: {n:,}")]) for name, n in statistics.formats.items()],
+        formats=[Bar.of(name, f"{n:,}", maximum, [(n, 0, f"{name}: {n:,}")]) for name, n in statistics.formats.items()],
         choices=[_row(choice) for choice in statistics.others],
         own=_row(statistics.own),
         steps=_by_length(statistics.others, "steps", lambda choice: float(choice.steps)),
@@ -95,9 +95,11 @@ def _lengths(statistics: RowStatistics) -> Chart:
 
 def _cut(statistics: RowStatistics) -> Chart:
     """The share of the rows that each maximum length cuts."""
-    ordered, count = np.sort(statistics.lengths), len(statistics.lengths)
-    lengths = np.unique(np.linspace(0, ordered[-1], 200).astype(int))
-    points = [(float(n), 100 * float(count - np.searchsorted(ordered, n, side="right")) / count) for n in lengths]
+    sorted_lengths, count = np.sort(statistics.lengths), len(statistics.lengths)
+    lengths = np.unique(np.linspace(0, sorted_lengths[-1], 200).astype(int))
+    points = [
+        (float(n), 100 * float(count - np.searchsorted(sorted_lengths, n, side="right")) / count) for n in lengths
+    ]
     return line_chart([Line("rows cut", points)], "--max-length", "per cent of the rows")
 
 
@@ -124,9 +126,9 @@ def _row(choice: Choice) -> list[str]:
 def _stages(projection: Projection | None) -> list[Bar]:
     if projection is None:
         return []
-    most = max(projection.stages.values())
+    maximum = max(projection.stages.values())
     return [
-        Bar.of(stage, duration(seconds, 1), most, [(seconds, number, f"{stage}: {seconds:,.2f} s")])
+        Bar.of(stage, duration(seconds, 1), maximum, [(seconds, number, f"{stage}: {seconds:,.2f} s")])
         for number, (stage, seconds) in enumerate(projection.stages.items())
     ]
 

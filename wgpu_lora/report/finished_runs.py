@@ -73,8 +73,8 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
             raise UserError(f"The run in {run_directories[number]} is given twice: leave one of them out.")
     names = [place.name for place in places]
     labels = names if len(set(names)) == len(names) else [str(directory) for directory in run_directories]
-    shown = [escape_unprintable(name.encode("utf-8", "replace").decode()) for name in labels]  # some names are not text
-    return [_read(name, directory) for name, directory in zip(shown, run_directories, strict=True)]
+    texts = [escape_unprintable(name.encode("utf-8", "replace").decode()) for name in labels]  # some names are not text
+    return [_read(name, directory) for name, directory in zip(texts, run_directories, strict=True)]
 
 
 def _read(name: str, directory: Path) -> Run:
@@ -105,8 +105,8 @@ def _completions(path: Path) -> list[list[str]]:
     last = [entry for entry in entries if entry["step"] == entries[-1]["step"]]
     return [
         [
-            _shown(entry.get("prompt")),
-            _shown(entry.get("completion")),
+            _short_text(entry.get("prompt")),
+            _short_text(entry.get("completion")),
             _numbers(entry.get("rewards")),
             _numbers(entry.get("advantage")),
         ]
@@ -114,7 +114,7 @@ def _completions(path: Path) -> list[list[str]]:
     ]
 
 
-def _shown(value: Any) -> str:
+def _short_text(value: Any) -> str:
     """A text, or the last of some messages, shortened."""
     text = str(value[-1].get("content") if isinstance(value, list) and value and isinstance(value[-1], dict) else value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
@@ -140,8 +140,8 @@ def _profile(name: str, path: Path, run: RunRecord) -> tuple[dict[str, float] | 
             activations, trained = work["compute_dtype"], run.options.compute_dtype
             remark = "" if activations == trained else f" (the run's in {trained})"
             description = f"{described(work)}, activations in {activations}{remark}, on {device}"
-            same = work["base_digest"] == run.base_digest and work["base_dtype"] == run.options.base_dtype
-            if same and work["whole"]:
+            is_same_base = work["base_digest"] == run.base_digest and work["base_dtype"] == run.options.base_dtype
+            if is_same_base and work["whole"]:
                 return seconds, f"{name}: {description}"
             why = f"is of {description}, the run of {run.options.model or 'demo'} in {run.options.base_dtype}"
         else:

@@ -186,6 +186,6 @@ def short(value: float) -> str:
 
 def _step(span: float) -> float:
     """Distance of ticks: the smallest of 1, 2, 5, 10, 20, 50 ... that needs at most TICKS of them."""
-    least = max(span / TICKS, TINY)
-    scale = 10.0 ** math.floor(math.log10(least))
-    return next(scale * factor for factor in (1, 2, 5, 10) if least <= scale * factor * (1 + 1e-9))
+    min_step = max(span / TICKS, TINY)
+    scale = 10.0 ** math.floor(math.log10(min_step))
+    return next(scale * factor for factor in (1, 2, 5, 10) if min_step <= scale * factor * (1 + 1e-9))

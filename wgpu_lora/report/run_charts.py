@@ -119,7 +119,7 @@ def _lines(runs: Sequence[Run], title: str, axis: str) -> Iterator[Line]:
 def _unit(runs: Sequence[Run]) -> tuple[str, float]:
     """The unit of the longest run's time."""
     longest = max((run.log[-1]["seconds"] for run in runs if run.log), default=0.0)
-    return next((name, size) for name, size, least in UNITS if longest >= least * size)
+    return next((name, size) for name, size, minimum in UNITS if longest >= minimum * size)
 
 
 class Bar(NamedTuple):
@@ -158,12 +158,12 @@ def kernels(runs: Sequence[Run]) -> dict[str, list[Bar]]:
     """The most expensive kernels, each with a bar for every run that was profiled."""
     profiled = [(colour, run.name, run.kernels) for colour, run in enumerate(runs) if run.kernels]
     names = {kernel for *_, seconds in profiled for kernel in seconds}
-    most = {kernel: max(seconds.get(kernel, 0.0) for *_, seconds in profiled) for kernel in sorted(names)}
+    max_seconds = {kernel: max(seconds.get(kernel, 0.0) for *_, seconds in profiled) for kernel in sorted(names)}
 
     def bar(kernel: str, colour: int, name: str, seconds: Mapping[str, float]) -> Bar:
-        spent = seconds.get(kernel, 0.0)
-        text = f"{1e3 * spent:,.2f} ms"
-        return Bar.of(name, text, max(most.values()), [(spent, colour, f"{name}: {text}")])
+        kernel_seconds = seconds.get(kernel, 0.0)
+        text = f"{1e3 * kernel_seconds:,.2f} ms"
+        return Bar.of(name, text, max(max_seconds.values()), [(kernel_seconds, colour, f"{name}: {text}")])
 
-    largest = sorted(most, key=lambda kernel: -most[kernel])[:KERNELS]
+    largest = sorted(max_seconds, key=lambda kernel: -max_seconds[kernel])[:KERNELS]
     return {kernel: [bar(kernel, *profile) for profile in profiled] for kernel in largest}

@@ -87,8 +87,8 @@ class ConversationRows:
                 "template that the model was published with."
             )
         self.result.unrendered |= {
-            *map(self._called, omissions),
-            *(f"a part of {self._called(part)}" for part in shortened),
+            *map(self._part_name, omissions),
+            *(f"a part of {self._part_name(part)}" for part in shortened),
         }
         silent = {
             i: field for i, field, _ in sorted(omissions) if i in self.trained_turns and field in (CONTENT, CALLS)
@@ -102,7 +102,7 @@ class ConversationRows:
         self.trained_turns = [turn for turn in self.trained_turns if turn not in silent]
         self.result.untrained_turns = len(silent)
 
-    def _called(self, part: Part) -> str:
+    def _part_name(self, part: Part) -> str:
         """The name of a part for messages."""
         return (
             f"content of the role '{self.messages[part.position]['role']}'"
@@ -139,8 +139,8 @@ class ConversationRows:
         self.result.remarks.add("the chat template ends answers without an end token; eos is added behind the last one")
         return [*ids[:end], eos], [*labels[:end], eos]
 
-    def _check_size(self, text: str, most: int) -> None:
-        if len(text) * len(self.trained_turns) > most:
+    def _check_size(self, text: str, max_characters: int) -> None:
+        if len(text) * len(self.trained_turns) > max_characters:
             raise UserError(
                 f"{len(text):,} characters with {len(self.trained_turns):,} trained turns are too long for a "
                 "conversation; split it."

@@ -231,9 +231,9 @@ def _vocabulary(header: Header, vocab_size: int) -> _Vocabulary:
     ):
         # GGUF has Gemma's runs of ▁ as spaces. Texts with either are normalized to ▁ before they are looked for.
         runs = {id: _SPACE * len(token) for id, token in enumerate(tokens) if token.isspace() and set(token) == {" "}}
-        used = set(tokens)
+        known_tokens = set(tokens)
         for id, run in runs.items():
-            tokens[id] = run if types[id] == _USER_DEFINED and run not in used else tokens[id]
+            tokens[id] = run if types[id] == _USER_DEFINED and run not in known_tokens else tokens[id]
     ids: dict[str, int] = {}
     for id, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind == _UNUSED or not token:
@@ -251,8 +251,8 @@ def _bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: Any)
     return {"type": "BPE", "vocab": vocabulary.ids, "merges": merges, **options}
 
 
-def _replace(text: str, other: str) -> Document:
-    return {"type": "Replace", "pattern": {"String": text}, "content": other}
+def _replace(text: str, content: str) -> Document:
+    return {"type": "Replace", "pattern": {"String": text}, "content": content}
 
 
 def _bytes_only(use_regex: bool) -> Document:
@@ -330,8 +330,8 @@ def _rebuilt_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     pieces = {token: id for token, id in ids.items() if vocabulary.types[id] == _NORMAL}
     if sum(len(piece) for piece in pieces) > _MAX_SPLITS or max(map(len, pieces), default=0) > _MAX_TOKEN:
         raise UserError(f"{header.path} has tokens that are too long: use another conversion of the model.")
-    same = len({float(scores[id]) for id in pieces.values()}) == 1
-    ranks = range(len(scores)) if same else (-scores).tolist()
+    has_equal_scores = len({float(scores[id]) for id in pieces.values()}) == 1
+    ranks = range(len(scores)) if has_equal_scores else (-scores).tolist()
     result = [
         (ranks[id], -cut, left, right)
         for piece, id in pieces.items()

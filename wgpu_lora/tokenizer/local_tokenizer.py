@@ -58,11 +58,11 @@ class LocalTokenizer:
         self._processor = tokenizer.post_processor
         with library_errors():
             vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-            added = tokenizer.get_added_tokens_decoder()
-        if (most := max([-1, *vocabulary.values(), *added])) > MAX_ID:
+            added_tokens = tokenizer.get_added_tokens_decoder()
+        if (max_id := max([-1, *vocabulary.values(), *added_tokens])) > MAX_ID:
             raise TokenizerError(f"it has a token id beyond {MAX_ID:,}")
-        tokens = (AddedToken(id, token.content, token.special) for id, token in sorted(added.items()))
-        self.info = TokenizerInfo(most + 1, tuple(tokens), tuple(notes))
+        tokens = (AddedToken(id, token.content, token.special) for id, token in sorted(added_tokens.items()))
+        self.info = TokenizerInfo(max_id + 1, tuple(tokens), tuple(notes))
 
     @classmethod
     def open(

@@ -79,14 +79,14 @@ def _without(messages: Sequence[Message], tools: Schemas, part: Part) -> tuple[l
     position, field, number = part
     if position < 0:
         return list(messages), [tool for i, tool in enumerate(tools or ()) if i != number]
-    changed = dict(messages[position])
+    result = dict(messages[position])
     if field == CALLS:
-        changed[CALLS] = [call for i, call in enumerate(changed[CALLS]) if i != number]
+        result[CALLS] = [call for i, call in enumerate(result[CALLS]) if i != number]
     elif field == CONTENT:
-        changed[CONTENT] = ""
+        result[CONTENT] = ""
     else:
-        del changed[field]
-    return [*messages[:position], changed, *messages[position + 1 :]], tools
+        del result[field]
+    return [*messages[:position], result, *messages[position + 1 :]], tools
 
 
 def _marked(messages: Sequence[Message], tools: Schemas) -> tuple[list[Message], Schemas, dict[str, Part]]:
@@ -101,7 +101,7 @@ def _marked(messages: Sequence[Message], tools: Schemas) -> tuple[list[Message],
 
     marked = []
     for i, message in enumerate(messages):
-        changed = dict(message)
+        result = dict(message)
         for field in [CONTENT, *[name for name in REASONING if message.get(name)][:1]]:
             if isinstance(text := message.get(field), str) and text.strip():
                 # At both ends of the answer, which begins behind reasoning.
@@ -109,10 +109,10 @@ def _marked(messages: Sequence[Message], tools: Schemas) -> tuple[list[Message],
                 start += len(text[start:]) - len(text[start:].lstrip())
                 end = len(text.rstrip())
                 body = mark(i, field) + text[start:end] if start < end else text[start:end]
-                changed[field] = text[:start] + body + mark(i, field) + text[end:]
+                result[field] = text[:start] + body + mark(i, field) + text[end:]
         if calls := message.get(CALLS):
-            changed[CALLS] = [_marked_function(call, partial(mark, i, CALLS, j)) for j, call in enumerate(calls)]
-        marked.append(changed)
+            result[CALLS] = [_marked_function(call, partial(mark, i, CALLS, j)) for j, call in enumerate(calls)]
+        marked.append(result)
     return (
         marked,
         tools and [_marked_function(tool, partial(mark, -1, TOOLS, j)) for j, tool in enumerate(tools)],
@@ -125,12 +125,12 @@ def _marked_function(value: dict[str, Any], mark: Callable[[], str]) -> dict[str
     function = value.get("function")
     if isinstance(function, dict):
         return {**value, "function": _marked_function(function, mark)}
-    changed: dict[str, Any] = {key: f"{text}{mark()}" for key, text in _texts(value)}
-    if not changed:
-        changed[mark()] = "a"
+    fields: dict[str, Any] = {key: f"{text}{mark()}" for key, text in _texts(value)}
+    if not fields:
+        fields[mark()] = "a"
     if isinstance(value.get("arguments"), dict) and value["arguments"]:
-        changed["arguments"] = {**value["arguments"], mark(): "a"}
-    return {**value, **changed}
+        fields["arguments"] = {**value["arguments"], mark(): "a"}
+    return {**value, **fields}
 
 
 def _texts(function: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -66,13 +66,13 @@ class Tokenizer:
         path = Path(directory) / "tokenizer.json"
         if not path.exists():
             return None
-        settings, added = read_settings(path.parent), read_added_tokens(path.parent)
+        settings, added_tokens = read_settings(path.parent), read_added_tokens(path.parent)
         try:
             if not path.is_file() or path.stat().st_size > MAX_BYTES:
                 raise TokenizerError(f"it is not a regular file of at most {MAX_BYTES:,} bytes")
             document = path.read_text(encoding="utf-8")
             backend = LocalTokenizer.open if _is_demo(document, settings["chat_templates"]) else TokenizerProcess
-            return cls(backend(document, added), **settings, digest=file_digest(path))
+            return cls(backend(document, added_tokens), **settings, digest=file_digest(path))
         except (OSError, ValueError, TokenizerError) as error:
             raise UserError(f"{path} is not a supported tokenizer ({error}); download it again.") from error
 

@@ -60,8 +60,8 @@ class TokenizerProcess:
                 command = python_command("wgpu_lora.tokenizer.tokenizer_child", LIMITS)
                 child = ChildProcess(command, LIMITS, environment=_ENVIRONMENT)
                 info = value_of(child.ask(["open", *self._document]))
-                added = tuple(AddedToken(**token) for token in info["added"])
-                self.info = TokenizerInfo(info["vocab_size"], added, tuple(info["notes"]))
+                added_tokens = tuple(AddedToken(**token) for token in info["added"])
+                self.info = TokenizerInfo(info["vocab_size"], added_tokens, tuple(info["notes"]))
                 self._child = child
             value = value_of(self._child.ask([method, *arguments], factor))
         return [unpack(text) for text in value] if method in PACKED else value

@@ -45,16 +45,16 @@ def read_added_tokens(directory: Path) -> list[dict[str, Any]]:
         special = {token["content"] for token in special_tokens}
         decoder = {id: {"content": text, "special": text in special} for text, id in older.items()}
         decoder = config["added_tokens_decoder"] if newer else decoder
-        added = [{**_token(token), "id": int(id)} for id, token in decoder.items()]
+        added_tokens = [{**_token(token), "id": int(id)} for id, token in decoder.items()]
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(
             f"The tokenizer's settings in {directory} have an added token without a text or a whole id, or with an "
             "attribute that is not true or false; download them again."
         ) from error
-    added.sort(key=lambda token: token["id"])
+    added_tokens.sort(key=lambda token: token["id"])
     return [
-        *added,
-        *(token for token in special_tokens if token["content"] not in {entry["content"] for entry in added}),
+        *added_tokens,
+        *(token for token in special_tokens if token["content"] not in {entry["content"] for entry in added_tokens}),
     ]
 
 

@@ -86,14 +86,14 @@ def facts(entry: RunEntry) -> dict[str, str]:
 
 def compared(before: RunEntry, after: RunEntry) -> list[tuple[str, str, str]]:
     """The differences of two runs: (label, of the first, of the second). Results are listed even if they are equal."""
-    shown = []
+    rows = []
     for table, always in ((_origin, False), (_options, False), (results, True)):
         first, second = table(before), table(after)
         for label in dict.fromkeys([*first, *second]):
             values = first.get(label, NONE), second.get(label, NONE)
             if always or values[0] != values[1]:
-                shown.append((label, *values))
-    return shown
+                rows.append((label, *values))
+    return rows
 
 
 def _origin(entry: RunEntry) -> dict[str, str]:

@@ -61,7 +61,7 @@ class Worker:
         file.write_text(json.dumps({"schema": SCHEMA, "job": job, "options": options}, indent=1) + "\n")
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self.last: Event = {}
-        self._began = time.monotonic()
+        self._start = time.monotonic()
         try:
             with self.errors.open("wb") as errors:
                 self._child = ChildProcess([*program, str(file)], environment=environment, stderr=errors)
@@ -93,7 +93,7 @@ class Worker:
             yield event
 
     def _next(self) -> Event | None:
-        seconds = None if self._timeout is None else self._began + self._timeout - time.monotonic()
+        seconds = None if self._timeout is None else self._start + self._timeout - time.monotonic()
         try:
             event = self._events.get(timeout=None if seconds is None else max(seconds, 0))
         except queue.Empty:

@@ -41,7 +41,7 @@ from wgpu_lora.train.options.training_arguments import TrainingArguments
 for options in json.loads(sys.argv[1]):
     prepare_job(TrainingArguments(**options)).train()
 """
-MEASURE = "from wgpu_lora.cluster.device_resources import measured; print(measured(0))"
+MEASURE = "from wgpu_lora.cluster.device_resources import measure_speed; print(measure_speed(0))"
 # A program of somebody at the machine, which has all of a device's memory.
 HOLD = """
 import time

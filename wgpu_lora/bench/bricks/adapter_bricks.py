@@ -165,14 +165,14 @@ class MultiAdapterMemory(SessionWorkload):
 
     def extra(self, timings: Timings) -> Extra:
         single, few = self._allocated
-        planned = [session.memory().training for session in self.sessions]
+        planned_bytes = [session.memory().training for session in self.sessions]
         return {
             **planned_figures(self._whole),
             "allocated_one_bytes": float(single),
             "allocated_three_bytes": float(few),
             "allocated_ratio": few / single,
             "allocated_layers": self.keys["allocated_layers"],
-            "unplanned_bytes": float(abs(single - planned[0]) + abs(few - planned[1])),
+            "unplanned_bytes": float(abs(single - planned_bytes[0]) + abs(few - planned_bytes[1])),
         }
 
     def close(self) -> None:

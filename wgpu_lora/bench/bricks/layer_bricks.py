@@ -94,7 +94,7 @@ def of_layer(name: str, context: Context) -> Workload:
         return config.block(LayerContext(rec, decoder.layers[0], inputs, bound, None), 0, x)
 
     workload.record_backward(record(workload.rec, adapters.bind(inputs) if adapters else {}))
-    beside = workload.again(lambda rec: record(rec, {}), x) if adapters else []
+    beside = workload.record_again(lambda rec: record(rec, {}), x) if adapters else []
 
     row = np.arange(tokens)
     rows = Rows.causal(row, 0 * row, row, 0 * row, 0 * row + tokens)

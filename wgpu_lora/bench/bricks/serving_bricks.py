@@ -82,10 +82,10 @@ class Serving(Workload):
         model = self._context.model
         limits = EngineLimits(self._sequences, self._capacity, self._sequences * cdiv(self._capacity, BLOCK))
         programs = Programs(model.device, model.decoder, self._adapters, limits)
-        used = programs.storages() | model.decoder.storages()
-        used |= self._adapters.storages() if self._adapters else set()
-        running = missing_bytes(used) + sum(Arena.sizes_for([p.plan() for p in programs.all()]))
-        return max(running, model.bytes_to_load())
+        storages = programs.storages() | model.decoder.storages()
+        storages |= self._adapters.storages() if self._adapters else set()
+        run_bytes = missing_bytes(storages) + sum(Arena.sizes_for([p.plan() for p in programs.all()]))
+        return max(run_bytes, model.bytes_to_load())
 
     def open(self, choices: Choices = NO_CHOICES) -> None:
         context, adapters = self._context, self._adapters
@@ -119,12 +119,12 @@ class Serving(Workload):
             fill_with_nan(device, storage.buffer)
         check(recorded.shared, result)
         count, slots = cdiv(self._capacity, BLOCK), np.array([-1 if slot is None else slot for slot in self._slots])
-        for step, (positions, sequences, picked) in steps.items():
+        for step, (positions, sequences, selection) in steps.items():
             for buffer in arena.buffers:
                 fill_with_nan(device, buffer)
             ids = rng.integers(0, self._context.config.vocab_size, positions.size)
             blocks = [list(range(i * count, (i + 1) * count)) for i in range(batch)]
-            step.upload(StepRows(ids, positions, sequences, slots[sequences], blocks, positions + 1, picked))
+            step.upload(StepRows(ids, positions, sequences, slots[sequences], blocks, positions + 1, selection))
             check(step.program, result)
         check(head.logits, result)
         return result
@@ -183,7 +183,7 @@ class Load(Workload):
     def __init__(self, context: Context):
         self._context = context
         self.keys = {}
-        self._loaded: LoadedModel | None = None
+        self._model: LoadedModel | None = None
 
     def nbytes(self) -> int:
         return self._context.model.declared().bytes_to_load()
@@ -212,10 +212,10 @@ class Load(Workload):
         return result
 
     def _load(self) -> LoadedModel:
-        self._loaded = self._context.model.declared()
-        self._loaded.load_weights()
+        self._model = self._context.model.declared()
+        self._model.load_weights()
         self._context.device.wait()
-        return self._loaded
+        return self._model
 
     def run(self) -> float:
         self.close()
@@ -225,9 +225,9 @@ class Load(Workload):
         return {"parameters_per_second": self._context.keys()["parameters"] / timings.seconds}
 
     def close(self) -> None:
-        if self._loaded:
-            self._loaded.unload()
-            self._loaded = None
+        if self._model:
+            self._model.unload()
+            self._model = None
 
 
 # Values that a kernel uses of a tensor, where that is not all of it: (constants, rows that attention sees) -> values.

@@ -55,8 +55,8 @@ class Finetune(Stage):
     def option_names(cls) -> list[str]:
         return ["recipe", *(field.name for field in fields(TrainingArguments))]
 
-    def arguments(self, **more: Any) -> TrainingArguments:
-        return resolve_options({**self.options, **more}, self.recipe, self.where, demo=False)[0]
+    def arguments(self, **overrides: Any) -> TrainingArguments:
+        return resolve_options({**self.options, **overrides}, self.recipe, self.where, demo=False)[0]
 
     def fingerprint(self) -> dict[str, Any]:
         args = self.arguments()

@@ -256,7 +256,7 @@ def _context(
 def _measure(context: Any, names: list[str] | None, time_limit: float | None, file: str | None) -> int:
     """names: of bricks; None: all that the model has."""
     from wgpu_lora.bench.brick_results import BROKEN, Writer
-    from wgpu_lora.bench.brick_run import bench as measured
+    from wgpu_lora.bench.brick_run import bench as run_bricks
     from wgpu_lora.bench.bricks import bricks_of
     from wgpu_lora.cli.bench.brick_tables import (
         COLUMNS,
@@ -279,7 +279,7 @@ def _measure(context: Any, names: list[str] | None, time_limit: float | None, fi
         bar.advance(to=0)
         if not is_terminal(sys.stdout):
             line("measuring", "the device's ceilings first, then each brick")
-        results, broken = measured(context, names, time_limit, _BrickProgress(bar, writer))
+        results, broken = run_bricks(context, names, time_limit, _BrickProgress(bar, writer))
     for result in results if is_terminal(sys.stdout) else ():
         line("measured", details(result))
     console().print()

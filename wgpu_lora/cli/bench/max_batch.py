@@ -92,16 +92,16 @@ def _way(record: Record) -> str:
 
 
 def _largest(summary: Record) -> str:
-    planned, confirmed = summary["planned"], summary["confirmed"]
+    planned_rows, confirmed_rows = summary["planned"], summary["confirmed"]
     why = f" ({summary['why']})" if summary["why"] else ""
     bound = f"{_way(summary)}, limited by {summary['bounded_by']}{why}"
-    if not planned:
+    if not planned_rows:
         return f"none fits {bound}"
-    if confirmed == planned:
-        return f"{count_noun(planned, 'row')} {bound}; a step of them ran"
+    if confirmed_rows == planned_rows:
+        return f"{count_noun(planned_rows, 'row')} {bound}; a step of them ran"
     if summary["not_run"] is None:
-        return f"{count_noun(confirmed, 'row')} {bound}; {planned:,} by the plan"
-    return f"{count_noun(planned, 'row')} by the plan, {bound}; {confirmed:,} ran: {summary['not_run']}"
+        return f"{count_noun(confirmed_rows, 'row')} {bound}; {planned_rows:,} by the plan"
+    return f"{count_noun(planned_rows, 'row')} by the plan, {bound}; {confirmed_rows:,} ran: {summary['not_run']}"
 
 
 def _best(record: Record) -> list[tuple[str, str]]:

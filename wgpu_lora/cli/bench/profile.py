@@ -73,8 +73,8 @@ def profile(
         opened = chosen_model(model, shape, layers, OpenedDevice(device), args.base_dtype)
         step = TrainingStep.fitting(opened, args)
     # Tilings of another device are of no use.
-    same = record and opened.device.info.name == record.environment.device.name
-    choices = record.state.tiles if record and same else {}
+    is_same_device = record and opened.device.info.name == record.environment.device.name
+    choices = record.state.tiles if record and is_same_device else {}
     try:
         with Bar("profiling", rounds, " rounds") as bar:
             bar.advance("loading the weights and compiling the kernels", 0)

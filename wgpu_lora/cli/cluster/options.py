@@ -58,8 +58,8 @@ def with_options(*kinds: type) -> Callable[[Callable[..., Any]], Callable[..., A
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         declared = inspect.signature(command, eval_str=True).parameters.values()
         parameters = [parameter for parameter in declared if parameter.kind is not parameter.VAR_KEYWORD]
-        more = [option_parameter(item) for kind in kinds for item in fields(kind)]
-        command.__signature__ = inspect.Signature([*parameters, *more])  # type: ignore[attr-defined]
+        options = [option_parameter(item) for kind in kinds for item in fields(kind)]
+        command.__signature__ = inspect.Signature([*parameters, *options])  # type: ignore[attr-defined]
         return command
 
     return decorate

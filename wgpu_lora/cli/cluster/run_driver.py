@@ -105,7 +105,7 @@ def _devices_here() -> dict[str, float]:
 
     line("ray", "starting on this machine")
     if runs := unfinished_runs():
-        line("goes on", f"{join_words(runs, most=3)}, of a Ray that was ended here: see 'attach'")
+        line("goes on", f"{join_words(runs, limit=3)}, of a Ray that was ended here: see 'attach'")
     return advertised(node_devices(""))
 
 
@@ -130,7 +130,7 @@ def _request(
     line("cluster", f"{count_noun(devices, 'device')} of {count_noun(len(nodes), 'host')}: {listed_hosts(nodes)}")
     if where.file and (missing := missing_hosts(nodes, where.file)):
         advice = f"'{program()} cluster up{where.words()}' starts it again"
-        line("missing", f"{join_words(missing, most=3)}: the run goes on without; {advice}")
+        line("missing", f"{join_words(missing, limit=3)}: the run goes on without; {advice}")
     return request_of(cluster, nodes, tasks, options, sweep)
 
 

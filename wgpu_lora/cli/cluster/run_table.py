@@ -58,7 +58,7 @@ class Table:
         if self._live is not None:
             self._live.stop()
 
-    def shown(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: Snapshot) -> None:
         self._snapshot, self._note = snapshot, ""
         for task in snapshot.tasks:
             step, loss = task.progress.step, task.progress.loss
@@ -66,9 +66,9 @@ class Table:
                 self._steps[task.name] = step
                 self._trends.setdefault(task.name, Trend(sys.stderr)).add(loss)
         # What happened before this run is of no interest.
-        began = next((run.began for run in snapshot.runs if run.name == self._run), 0.0)
+        start = next((run.began for run in snapshot.runs if run.name == self._run), 0.0)
         for event in snapshot.events:
-            if event.time >= began and event not in self._events:
+            if event.time >= start and event not in self._events:
                 self._print("event", _event(event))
         self._events = set(snapshot.events)
         if is_terminal(sys.stderr):
@@ -107,9 +107,11 @@ class Table:
         rows = [self._row(task, places)[: len(columns)] for task in tasks]
         result = _table(columns, rows, LEFT, [STYLES.get(task.state) for task in tasks])
         remaining = len(snapshot.tasks) - len(tasks)
-        used = {task.device for task in tasks}
+        device_ids = {task.device for task in tasks}
         names = [
-            f"{places[device.facts.id]} {device.facts.name}" for device in snapshot.devices if device.facts.id in used
+            f"{places[device.facts.id]} {device.facts.name}"
+            for device in snapshot.devices
+            if device.facts.id in device_ids
         ]
         lines = [
             "; ".join(filter(None, [f"and {remaining:,} more" if remaining else "", summary(snapshot.tasks)])),
@@ -268,7 +270,7 @@ def report(followed: Followed) -> None:
     for state, why in reasons(views):
         line(state, why)
     if moved := [view.name for view in views if view.attempts > 1]:
-        line("moved", f"{join_words(moved, most=5)} began again from the last copy, on this device or another")
+        line("moved", f"{join_words(moved, limit=5)} began again from the last copy, on this device or another")
     for name, why in followed.wrong.items():
         line("kept", f"{name}: its result stays on the cluster: {why}")
     if run and run.sweep:
@@ -315,10 +317,10 @@ def show_status(snapshot: Snapshot) -> None:
         rows = []
         for run in snapshot.runs[-STATUS_RUNS:]:
             tasks = [task for task in snapshot.tasks if task.run == run.name]
-            began = time.strftime("%m-%d %H:%M", time.localtime(run.began))
+            start = time.strftime("%m-%d %H:%M", time.localtime(run.began))
             status = "fetched" if all(task.fetched for task in tasks) else "to be fetched by 'attach'"
             results = run.shared or (status if run.over else "")
-            rows.append([run.name, run.by, began, states_of(tasks), speed_of(tasks), results])
+            rows.append([run.name, run.by, start, states_of(tasks), speed_of(tasks), results])
         console().print(_table(of_runs, rows, (*of_runs[:4], "results")))
     over = {run.name for run in snapshot.runs if run.over}
     # Of adapters whose run goes on, or whose result has not been fetched.

@@ -91,8 +91,8 @@ def chat(
         from wgpu_lora.serve.client import ServerClient
 
         refuse_unused(ctx, (*OWN, "max_length"), "with --url")
-        most = max_new_tokens if is_given(ctx, "max_new_tokens") else None
-        return served_chat(ServerClient(url, model), generation_options(settings, "The command line"), most)
+        limit = max_new_tokens if is_given(ctx, "max_new_tokens") else None
+        return served_chat(ServerClient(url, model), generation_options(settings, "The command line"), limit)
     return run_chat(model, adapter or [], compare, settings, max_length, device, base_dtype)
 
 
@@ -156,8 +156,8 @@ class ChatSession:
                 if self.chat.tokenizer.has_chat_template
                 else "The model has no chat template"
             )
-            how = "in Alpaca's wording" if self.chat.prompt_format == "alpaca" else "as plain text"
-            self.say(f"{why}: it gets every message {how}, without the earlier ones.")
+            wording = "in Alpaca's wording" if self.chat.prompt_format == "alpaca" else "as plain text"
+            self.say(f"{why}: it gets every message {wording}, without the earlier ones.")
         for note in self.chat.model.rounding:
             self.say(f"[{note}]")
         try:
@@ -179,7 +179,7 @@ class ChatSession:
             if self.ending or not self.reader.typed:
                 raise
             print(flush=True)
-            return self.reader.started()
+            return self.reader.has_input()
         except UserError as error:
             return self._refuse(error)
         if text is None:
@@ -209,11 +209,11 @@ class ChatSession:
     # -- an answer -------------------------------------------------------------------------------------------------
 
     def _answer(self, text: str) -> None:
-        chat, again = self.chat, self.commands.retry
+        chat, retry = self.chat, self.commands.retry
         self.commands.retry = False
         self.answering, self.stopped = True, False
         try:
-            pieces = chat.retry(lambda: self.stopped) if again else chat.ask(text, lambda: self.stopped)
+            pieces = chat.retry(lambda: self.stopped) if retry else chat.ask(text, lambda: self.stopped)
             with hide_typed_keys():
                 if len(chat.lanes) == 1:
                     self._show_one(pieces)
@@ -225,8 +225,8 @@ class ChatSession:
             self.say(note)
 
     def _show_one(self, pieces: Iterator[tuple[str, str]]) -> None:
-        waiting = console().status("") if self._on_terminal else nullcontext()
-        with waiting:
+        status = console().status("") if self._on_terminal else nullcontext()
+        with status:
             first = [piece for piece in [next(pieces, None)] if piece]
         for _, piece in chain(first, pieces):
             print(for_stdout(piece), end="", flush=True)
@@ -258,8 +258,8 @@ class ChatSession:
         if "interrupt" in reasons.values():
             notes.append("stopped" if chat.remembered else "stopped before the answer began; the message is not kept")
         if "length" in reasons.values():
-            more = chat.settings.max_new_tokens
-            notes.append(f"cut off after {more:,} tokens; /set max_new_tokens {2 * more} allows more")
+            limit = chat.settings.max_new_tokens
+            notes.append(f"cut off after {limit:,} tokens; /set max_new_tokens {2 * limit} allows more")
         if "capacity" in reasons.values():
             notes.append(f"cut off: the conversation is limited to {chat.capacity:,} tokens, which --max-length raises")
         if any(not r.text and r.generation.stop_reason == "stop" for r in chat.replies.values()):

@@ -40,16 +40,16 @@ OF_CHECKS = ("samples", "temperature", "top_p", "max_new_tokens", "seed", "batch
              "output", "allow_unconfined")  # fmt: skip
 
 
-class _Shown(TensorBar):
+class _EvaluationProgress(TensorBar):
     """A bar of loaded tensors, then one of evaluated rows."""
 
-    def __init__(self, loaded: Bar, measured: Bar):
-        super().__init__(loaded)
-        self._measured = measured
+    def __init__(self, loading_bar: Bar, row_bar: Bar):
+        super().__init__(loading_bar)
+        self._row_bar = row_bar
 
     def evaluating(self, evaluating: Evaluating) -> None:
         self._bar.close()
-        self._measured.advance(to=evaluating.rows, total=evaluating.total)
+        self._row_bar.advance(to=evaluating.rows, total=evaluating.total)
 
 
 def evaluate(
@@ -171,7 +171,7 @@ def evaluate(
         for note in () if as_json else (*opened.rounding, *([rows.note] if rows.note else [])):
             line("note", note)
         with Bar("loading", opened.tensors_to_load()) as loading, Bar("evaluating", None, " rows") as evaluating:
-            options["events"] = _Shown(loading, evaluating)
+            options["events"] = _EvaluationProgress(loading, evaluating)
             if comparison:
                 losses = evaluate_several(opened, data, adapters, include_base=compare, **options)
             else:

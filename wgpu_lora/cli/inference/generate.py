@@ -101,14 +101,14 @@ def generate(
     from wgpu_lora.infer.generation_options import generation_options
     from wgpu_lora.serve.client import ServerClient
 
-    nothing = not prompt and prompts is None
-    if nothing and not (as_json or output or batch_size) and is_terminal(sys.stdin) and is_terminal(sys.stdout):
+    no_prompts = not prompt and prompts is None
+    if no_prompts and not (as_json or output or batch_size) and is_terminal(sys.stdin) and is_terminal(sys.stdout):
         from wgpu_lora.cli.inference.chat import run_chat
 
         if url:
             refuse_unused(ctx, OWN, "with --url")
-            most = max_new_tokens if is_given(ctx, "max_new_tokens") else None
-            return served_chat(ServerClient(url, model), generation_options(settings, "The command line"), most)
+            limit = max_new_tokens if is_given(ctx, "max_new_tokens") else None
+            return served_chat(ServerClient(url, model), generation_options(settings, "The command line"), limit)
         return run_chat(model, adapter or [], compare, settings, None, device, base_dtype)
     if temperature == 0:
         refuse_unused(ctx, DRAWING, "at --temperature 0, which takes the most likely token")

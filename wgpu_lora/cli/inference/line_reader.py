@@ -42,10 +42,10 @@ class Reader:
         while lines[-1].endswith("\\") and not lines[-1].endswith("\\\\"):
             self.in_message = True
             lines[-1] = lines[-1][:-1]
-            more = self._line(". ")
-            if more is None:
+            continuation = self._line(". ")
+            if continuation is None:
                 break
-            lines.append(more)
+            lines.append(continuation)
         return "\n".join(lines)
 
     def _block(self, line: str) -> str:
@@ -56,10 +56,10 @@ class Reader:
                 lines.append(line.rstrip()[: -len(QUOTES)])
                 return "\n".join(lines).strip("\n")
             lines.append(line)
-            more = self._line(". ")
-            if more is None:
+            next_line = self._line(". ")
+            if next_line is None:
                 raise UserError(f"A block that begins with {QUOTES} is not closed: end it with {QUOTES}.")
-            line = more
+            line = next_line
 
     def _line(self, prompt: str) -> str | None:
         try:
@@ -78,7 +78,7 @@ class Reader:
             prompt = ""
         return input(prompt)
 
-    def started(self) -> bool:
+    def has_input(self) -> bool:
         """Whether Ctrl-C interrupted a message, not just an empty line."""
         return self.in_message or bool(self._history and self._history.typing())
 
@@ -101,9 +101,9 @@ def hide_typed_keys() -> Iterator[None]:
     except (OSError, ValueError, termios.error):  # not a terminal
         yield
         return
-    changed = [*before]
-    changed[3] = changed[3] & ~termios.ECHO | termios.NOFLSH  # Ctrl-C does not discard pending output
-    termios.tcsetattr(number, termios.TCSANOW, changed)
+    attributes = [*before]
+    attributes[3] = attributes[3] & ~termios.ECHO | termios.NOFLSH  # Ctrl-C does not discard pending output
+    termios.tcsetattr(number, termios.TCSANOW, attributes)
     try:
         yield
     finally:

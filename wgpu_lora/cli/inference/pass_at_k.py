@@ -88,7 +88,7 @@ def evaluate_checks(
             adapters,
             slots,
             received=result,
-            events=_Shown(bar),
+            events=_AnswerProgress(bar),
             **options,
         )
         for name, entry in entries.items():
@@ -143,7 +143,7 @@ def _recorded(
         }
 
 
-class _Shown(TensorBar):
+class _AnswerProgress(TensorBar):
     """A bar of loaded tensors, then of checked answers."""
 
     def answering(self, done: int, total: int, tokens: int) -> None:

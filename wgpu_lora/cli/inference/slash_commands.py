@@ -40,7 +40,7 @@ class SlashCommands:
     def __init__(self, chat: Chat, say: Callable[[str], None]):
         self.chat, self.say = chat, say
         self.retry = False  # whether to answer the last message again
-        self._saved: dict[Path, bytes] = {}  # files written by this conversation
+        self._files: dict[Path, bytes] = {}  # files written by this conversation
 
     def run(self, line: str) -> bool:
         """Run a command; returns False to leave the chat."""
@@ -128,22 +128,22 @@ class SlashCommands:
         current = {name: getattr(self.chat.settings, name) for name in names}
         if not name:
             for setting, current_value in current.items():
-                self.say(f"{setting} = {_shown(current_value)}")
+                self.say(f"{setting} = {_setting_text(current_value)}")
             return
         if name not in names:
             generation_options({name: None}, "/set")  # lists the settings
             raise UserError("Set the system message with /system TEXT.")
         if not value.strip():
-            self.say(f"{name} = {_shown(current[name])}")
+            self.say(f"{name} = {_setting_text(current[name])}")
             return
         self.chat.settings = replace(self.chat.settings, **{name: parsed(name, value.strip())})
-        self.say(f"{name} = {_shown(getattr(self.chat.settings, name))}")
+        self.say(f"{name} = {_setting_text(getattr(self.chat.settings, name))}")
 
     # -- what was said ---------------------------------------------------------------------------------------------
 
     def _reset(self, argument: str) -> None:
         self.chat.reset()
-        self._saved.clear()
+        self._files.clear()
         self.say("started a new conversation")
 
     def _undo(self, argument: str) -> None:
@@ -164,9 +164,9 @@ class SlashCommands:
         rows = rows_of(self.chat.lanes.values(), self.chat.settings.system, self.chat.templated)
         if not rows:
             raise UserError("No message has been sent yet, so there is nothing to save.")
-        data, before = to_jsonl(rows), self._saved.get(path.absolute())
+        data, before = to_jsonl(rows), self._files.get(path.absolute())
         write_new_bytes(path, data, "/save", replacing=before)
-        self._saved[path.absolute()] = data
+        self._files[path.absolute()] = data
         self.say(f"saved {count_noun(len(rows), 'row')} in {path}")
 
     def _load(self, argument: str) -> None:
@@ -186,12 +186,12 @@ class SlashCommands:
             cut -= 1
         self.chat.settings = replace(self.chat.settings, system=system)
         self.chat.reset(messages[:cut])
-        self._saved.clear()
+        self._files.clear()
         note = "" if cut == len(messages) else "; messages after the last answer are left out"
         self.say(f"continuing from row {row} of {len(result):,}, {count_noun(cut, 'message')}{note}")
 
 
-def _shown(value: object) -> str:
+def _setting_text(value: object) -> str:
     """A setting as the user would type it."""
     if value is None or value == ():
         return "none"

@@ -72,9 +72,9 @@ def _rows(claims: dict[str, Any], quote: dict[str, Any] | None) -> list[tuple[st
         with suppress(KeyError):
             rows.append((name, text.format_map(claims)))
     packages, process = claims["dependencies"], claims["process"]
-    changed = ", ".join(name for name, package in packages.items() if not package["intact"])
+    changes = ", ".join(name for name, package in packages.items() if not package["intact"])
     rows += [
-        ("dependencies", f"{len(packages)} packages, {f'changed: {changed}' if changed else 'all intact'}"),
+        ("dependencies", f"{len(packages)} packages, {f'changed: {changes}' if changes else 'all intact'}"),
         ("of no package", f"{len(process['unlisted'])} modules, {len(process.get('libraries', ()))} libraries"),
         ("variables", ", ".join(claims["environment"]) or "none"),
     ]

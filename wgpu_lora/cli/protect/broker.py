@@ -11,9 +11,9 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.text import escape_unprintable
 
 
-def file(text: str, metavar: str = "FILE", *names: str, **more: Any) -> Any:
+def file(text: str, metavar: str = "FILE", *names: str, **options: Any) -> Any:
     """An option that names a file; by default named as its parameter."""
-    return typer.Option(*names, metavar=metavar, help=text, **more)
+    return typer.Option(*names, metavar=metavar, help=text, **options)
 
 
 POLICY = "policy.toml: what evidence must state."

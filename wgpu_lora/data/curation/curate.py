@@ -179,7 +179,7 @@ class Curation:
             return
         if repeated:
             first = self._place(repeated.source, repeated.number)
-            self.counts.repeat(repeated.how, self._place(number, place.number), first, repeated.alike)
+            self.counts.repeat(repeated.kind, self._place(number, place.number), first, repeated.alike)
             return
         self.files[read.kind].add(line)
         self.counts.inputs[-1].out += 1
@@ -203,8 +203,8 @@ class Curation:
         try:
             return row, encoded(row)
         except TypeError:
-            row, dropped = json_row(row, ROWS.columns)
-            self.counts.dropped_columns.update(dropped)
+            row, columns = json_row(row, ROWS.columns)
+            self.counts.dropped_columns.update(columns)
             return row, encoded(row)
 
     def _group(self, row: Row) -> int:
@@ -320,7 +320,7 @@ class Counts:
     edited: Counter[str] = field(default_factory=Counter)
     dropped_columns: Counter[str] = field(default_factory=Counter)
     ungrouped: int = 0
-    shown: list[dict[str, Any]] = field(default_factory=list)
+    listed_duplicates: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
@@ -339,13 +339,13 @@ class Counts:
         if self._whole.setdefault(kind, reason) != reason:
             self._whole[kind] = kind
 
-    def repeat(self, how: str, row: dict[str, Any], first: dict[str, Any], alike: float | None = None) -> None:
+    def repeat(self, kind: str, row: dict[str, Any], first: dict[str, Any], alike: float | None = None) -> None:
         """Count a duplicate; the first ones are listed."""
         self.inputs[-1].duplicates += 1
-        self.duplicates[how] += 1
-        if len(self.shown) < _SHOWN:
-            same = {} if alike is None else {"similarity": round(alike, 3)}
-            self.shown.append({"kind": how, **same, "row": row, "of": first})
+        self.duplicates[kind] += 1
+        if len(self.listed_duplicates) < _SHOWN:
+            similarity = {} if alike is None else {"similarity": round(alike, 3)}
+            self.listed_duplicates.append({"kind": kind, **similarity, "row": row, "of": first})
 
     def facts(self) -> dict[str, Any]:
         repeated = {kind: self.duplicates[kind] for kind in (EXACT, NORMALIZED, NEAR)}
@@ -357,15 +357,15 @@ class Counts:
                 "duplicates": sum(repeated.values()),
             },
             "duplicates": repeated,
-            "formats": _ordered(self.formats),
-            "reasons": _ordered(Counter({self._whole[kind]: count for kind, count in self.reasons.items()})),
-            "edited": _ordered(self.edited),
-            "dropped_columns": _ordered(self.dropped_columns),
+            "formats": _by_frequency(self.formats),
+            "reasons": _by_frequency(Counter({self._whole[kind]: count for kind, count in self.reasons.items()})),
+            "edited": _by_frequency(self.edited),
+            "dropped_columns": _by_frequency(self.dropped_columns),
             "inputs": [vars(entry) for entry in self.inputs],
-            "duplicates_shown": self.shown,
+            "duplicates_shown": self.listed_duplicates,
         }
 
 
-def _ordered(counter: Counter[str]) -> dict[str, int]:
+def _by_frequency(counter: Counter[str]) -> dict[str, int]:
     """The most common first; ties by name."""
     return dict(sorted(counter.items(), key=lambda item: (-item[1], item[0])))

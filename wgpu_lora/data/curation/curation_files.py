@@ -63,8 +63,8 @@ def find_inputs(names: Sequence[str], output: Path, exclude: Sequence[str] = ())
             status = path.stat()
             file = status.st_dev, status.st_ino
             if file in paths:
-                same = "" if path == paths[file] else f" ({paths[file]} is the same file)"
-                result.notes.append(f"{path} is given more than once{same}; it is read once")
+                note = "" if path == paths[file] else f" ({paths[file]} is the same file)"
+                result.notes.append(f"{path} is given more than once{note}; it is read once")
                 continue
             paths[file] = path
             result.sizes.append(status.st_size)
@@ -102,7 +102,7 @@ def _files_of_name(name: str, exclude: Sequence[str], inputs: Inputs) -> Iterato
 
 def _matching(pattern: str, exclude: Sequence[str], inputs: Inputs) -> Iterator[Path]:
     """The files that match a pattern, and those in folders that match it, unless it names files by **."""
-    skipped, number = [], 0
+    other_files, number = [], 0
     for path in map(Path, sorted(glob.glob(pattern, recursive=True))):
         if path.is_dir() and "**" not in pattern:
             yield from _in_folder(path, exclude, inputs)
@@ -111,47 +111,47 @@ def _matching(pattern: str, exclude: Sequence[str], inputs: Inputs) -> Iterator[
             yield path
             number += 1
         elif not path.is_dir() and not matches(path, exclude):
-            skipped.append(str(path))
+            other_files.append(str(path))
     if not number:
         raise UserError(f"No file of rows matches {pattern!r}: check the pattern.")
-    _note_skipped(skipped, f"that match {pattern!r}", inputs)
+    _note_skipped(other_files, f"that match {pattern!r}", inputs)
 
 
 def _in_folder(folder: Path, exclude: Sequence[str], inputs: Inputs) -> Iterator[Path]:
-    skipped: list[str] = []
+    other_files: list[str] = []
     walked: set[tuple[int, int]] = set()
     for place, folders, files in os.walk(folder, followlinks=True, onerror=_unreadable):
-        here = Path(place)
-        status = here.stat()
+        directory = Path(place)
+        status = directory.stat()
         if (status.st_dev, status.st_ino) in walked:  # a link to a parent folder
             folders.clear()
             continue
         walked.add((status.st_dev, status.st_ino))
-        is_output = is_result(here)
-        if is_output and here != folder:
-            inputs.notes.append(f"{here} was written by 'data prepare' and is left out; name it to read it")
+        is_output = is_result(directory)
+        if is_output and directory != folder:
+            inputs.notes.append(f"{directory} was written by 'data prepare' and is left out; name it to read it")
             folders.clear()
             continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
-            path = here / name
+            path = directory / name
             if name.startswith(".") or matches(path, exclude) or (is_output and name in (REPORT, REJECTED)):
                 continue
             if _is_row_file(path):
                 yield path
             else:
-                skipped.append(str(path.relative_to(folder)))
-    _note_skipped(skipped, f"in {folder}", inputs)
+                other_files.append(str(path.relative_to(folder)))
+    _note_skipped(other_files, f"in {folder}", inputs)
 
 
 def _is_row_file(path: Path) -> bool:
     return bare_name(path).suffix.lower() in SUFFIXES and path.is_file()
 
 
-def _note_skipped(skipped: Sequence[str], where: str, inputs: Inputs) -> None:
-    if skipped:
-        shown = join_words(skipped, most=_SHOWN)
-        inputs.notes.append(f"{count_noun(len(skipped), 'file')} {where} without the suffix of a format: {shown}")
+def _note_skipped(files: Sequence[str], where: str, inputs: Inputs) -> None:
+    if files:
+        names = join_words(files, limit=_SHOWN)
+        inputs.notes.append(f"{count_noun(len(files), 'file')} {where} without the suffix of a format: {names}")
 
 
 def _unreadable(error: OSError) -> None:
@@ -222,14 +222,14 @@ def encoded(row: Any) -> bytes:
 
 def refuse_output(output: Path, overwrite: bool) -> None:
     """Raise UserError if a directory exists that may not be replaced."""
-    there = {path.name for path in output.iterdir()} if output.is_dir() and not output.is_symlink() else set()
-    if there:
+    existing_names = {path.name for path in output.iterdir()} if output.is_dir() and not output.is_symlink() else set()
+    if existing_names:
         check_not_around(output, flag("output"))
     else:
         check_new(output, flag("output"), directory=True)
         return
-    if not is_result(output) or there - WRITTEN:
-        names = sorted(there - WRITTEN or there)
+    if not is_result(output) or existing_names - WRITTEN:
+        names = sorted(existing_names - WRITTEN or existing_names)
         raise UserError(
             f"{output} holds other files ({names[0]!a:.80}): give {flag('output')} a directory that does not exist."
         )

@@ -25,7 +25,7 @@ from wgpu_lora.tokenizer.examples import Alpaca, Completion, Conversation, Examp
 class Duplicate(NamedTuple):
     """A duplicate. source, number: of the first row with that content; alike: similarity of a near duplicate."""
 
-    how: str
+    kind: str
     source: int
     number: int
     alike: float | None = None
@@ -164,14 +164,14 @@ class SeenContents:
         Returns:
             None if it is new, else (whether the first row with it is exactly equal, that row's source and number).
         """
-        place = stored(source, number)
+        place = place_code(source, number)
         if self._do("INSERT OR IGNORE INTO seen VALUES (?, ?, ?)", (key, exact, place)).rowcount:
             return None
         [(first, place)] = self._do("SELECT exact, place FROM seen WHERE key = ?", (key,))
         return first == exact, *place_of(place)
 
 
-def stored(source: int, number: int) -> int:
+def place_code(source: int, number: int) -> int:
     """A place as one number."""
     return source << _NUMBER_BITS | number
 
@@ -221,14 +221,14 @@ class NearDuplicates:
             bands,
         )
         best: tuple[float, int] | None = None
-        for _, other, where in result:
-            alike = float(np.mean(np.frombuffer(other, np.uint32) == signature))
+        for _, row_signature, where in result:
+            alike = float(np.mean(np.frombuffer(row_signature, np.uint32) == signature))
             if alike >= self._threshold and (best is None or alike > best[0]):
                 best = alike, where
         if best:
             return best[0], *place_of(best[1])
         row = self._do(
-            "INSERT INTO signatures (signature, place) VALUES (?, ?)", (signature.tobytes(), stored(source, number))
+            "INSERT INTO signatures (signature, place) VALUES (?, ?)", (signature.tobytes(), place_code(source, number))
         ).lastrowid
         self._many("INSERT INTO bands VALUES (?, ?)", [(band, row) for band in sorted(set(bands))])
         return None

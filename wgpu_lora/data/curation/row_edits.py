@@ -35,8 +35,10 @@ _OF_THOUGHT = ("thinking", "reasoning")  # types of content parts
 
 def listed_messages(row: Row) -> Row:
     """The row with its conversations as lists, which tables may hold as JSON."""
-    changed = {name: _parsed(row[name]) for name in ("messages", "conversations") if isinstance(row.get(name), str)}
-    return {**row, **changed} if changed else row
+    conversations = {
+        name: _parsed(row[name]) for name in ("messages", "conversations") if isinstance(row.get(name), str)
+    }
+    return {**row, **conversations} if conversations else row
 
 
 def _parsed(text: str) -> Any:
@@ -49,15 +51,15 @@ def _parsed(text: str) -> Any:
 
 def without_system(row: Row) -> tuple[Row, int]:
     """The row without system messages, and how many there were."""
-    edited, dropped = dict(row), 0
+    edited, count = dict(row), 0
     for name in MESSAGE_COLUMNS:
         value: Any = row.get(name)
         if _are_messages(value):
             edited[name] = [message for message in value if _role(message) not in _SYSTEM]
-            dropped += len(value) - len(edited[name])
+            count += len(value) - len(edited[name])
     if isinstance(row.get("system"), str):
-        dropped += bool(edited.pop("system"))
-    return edited, dropped
+        count += bool(edited.pop("system"))
+    return edited, count
 
 
 def without_reasoning(row: Row) -> tuple[Row, int]:
@@ -66,18 +68,18 @@ def without_reasoning(row: Row) -> tuple[Row, int]:
     Raises:
         UserError: markers of reasoning in an answer do not match.
     """
-    edited, dropped = dict(row), 0
+    edited, count = dict(row), 0
     for name in MESSAGE_COLUMNS:
         value: Any = row.get(name)
         if _are_messages(value):
             result = [_message_without(message) for message in value]
-            dropped += sum(new is not old for new, old in zip(result, value, strict=True))
+            count += sum(new is not old for new, old in zip(result, value, strict=True))
             edited[name] = result
     for name in ANSWER_COLUMNS:
         if isinstance(text := row.get(name), str):
             edited[name] = _with_label(without_thinking, text, f"'{name}'")
-            dropped += edited[name] != text
-    return edited, dropped
+            count += edited[name] != text
+    return edited, count
 
 
 def _message_without(message: Row) -> Row:
@@ -90,9 +92,9 @@ def _message_without(message: Row) -> Row:
             parts = [part for part in text if not (isinstance(part, dict) and part.get("type") in _OF_THOUGHT)]
             plain = all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
             text = "".join(part["text"] for part in parts) if plain else parts
-            changed = len(parts) < len(result[key])
+            is_shorter = len(parts) < len(result[key])
             bare = _with_label(without_thinking, text, "an answer") if isinstance(text, str) else text
-            if changed or bare != text:
+            if is_shorter or bare != text:
                 result[key] = bare
         elif isinstance(text, str):
             result[key] = _with_label(without_thinking, text, "an answer")
@@ -117,26 +119,32 @@ def _role(message: Row) -> Any:
 _UNTRAINED = -100
 
 
-def rejection_reason(read: Read, thinks: bool | None, dropped: bool, most: int | None) -> str | None:
+def rejection_reason(
+    read: Read, thinks: bool | None, reasoning_dropped: bool, max_characters: int | None
+) -> str | None:
     """Why a row is rejected; None if it is kept.
 
     Args:
-        thinks: `enable_thinking` of rows that do not set it. dropped: whether reasoning was dropped.
-        most: characters of a row.
+        thinks: `enable_thinking` of rows that do not set it. reasoning_dropped: whether it was.
+        max_characters: of a row.
     """
     for example in read.sample.examples:
         if without_empty_answers(example, True)[0] is None:
             return "the answer is empty."
         if not _is_trained(example):
             return "it has no answer to train on."
-        if (off := _thinking_off(example, thinks) or dropped) and (mark := mark_of(example)):
-            why = f"its reasoning was dropped ({flag('drop_thinking')})" if dropped else "'enable_thinking' is off"
-            cure = "" if dropped or not off else f"; drop reasoning with {flag('drop_thinking')}"
+        if (off := _thinking_off(example, thinks) or reasoning_dropped) and (mark := mark_of(example)):
+            why = (
+                f"its reasoning was dropped ({flag('drop_thinking')})"
+                if reasoning_dropped
+                else "'enable_thinking' is off"
+            )
+            cure = "" if reasoning_dropped or not off else f"; drop reasoning with {flag('drop_thinking')}"
             return f"{mark} is left in trained text, but {why}{cure}."
         if (size := _bytes(example)) > MAX_TEXT:
             return f"its text takes {size:,} bytes, more than the {MAX_TEXT >> 20} MiB of a row; split it."
-    if most is not None and (count := sum(map(characters, read.sample.examples))) > most:
-        return f"it has {count:,} characters, more than {most:,}; split it."
+    if max_characters is not None and (count := sum(map(characters, read.sample.examples))) > max_characters:
+        return f"it has {count:,} characters, more than {max_characters:,}; split it."
     return None
 
 
@@ -179,14 +187,14 @@ def json_row(row: Row, columns: Collection[str]) -> tuple[Row, list[str]]:
 
     columns: columns that the formats read; their values are checked when they are read.
     """
-    result, dropped = {}, []
+    result, dropped_columns = {}, []
     for name, value in row.items():
         try:
             result[name] = json.loads(json.dumps(value, default=_text))
         except (TypeError, ValueError):
             if name not in columns:
-                dropped.append(name)
-    return result, dropped
+                dropped_columns.append(name)
+    return result, dropped_columns
 
 
 def _text(value: Any) -> str:
@@ -232,13 +240,13 @@ Row = dict[str, Any]
 
 def examples_only(patterns: Sequence[str]) -> RowFormats[Read]:
     """The formats, for files that may not give pairs and labelled answers, since they do not match the patterns."""
-    those = join_words([repr(pattern) for pattern in patterns])
+    names = join_words([repr(pattern) for pattern in patterns])
 
     def refusing(form: RowFormat[Read]) -> RowFormat[Read]:
         def read(row: Fields) -> Read:
             result = form.convert(row)
             if result.kind != EXAMPLE:
-                raise UserError(f"{result.kind}s are only taken from files that match {those}.")
+                raise UserError(f"{result.kind}s are only taken from files that match {names}.")
             return result
 
         return replace(form, convert=read)

@@ -93,17 +93,17 @@ def gather(
     )
 
     check_nonce(nonce)
-    measured = measurements.measurements()
+    measurement = measurements.measurements()
     claims: dict[str, Any] = {
         "eat_profile": PROFILE,
         "eat_nonce": nonce,
         "iat": int(time.time()),
         "swname": NAME,
-        "swversion": [measured["package"]["version"]],
+        "swversion": [measurement["package"]["version"]],
         "level": "self-reported",
         "level_note": LEVELS["self-reported"],
         "keys": {"recipient": keys.data.recipient, "signing": keys.signing.public.pem},
-        **measured,
+        **measurement,
         "device": device and asdict(device),
         "base": base,
         "resume": resume and {"sequence": resume[0], "head": resume[1]},

@@ -193,9 +193,9 @@ def _required() -> dict[str, Distribution]:
     """What is installed of this package's requirements and of theirs, with the extras that they ask for."""
     packages: dict[str, Distribution] = {}
     visited: set[tuple[str, frozenset[str]]] = set()
-    waiting = [(NAME, frozenset({"protect", "tpm"}))]
-    while waiting:
-        name, extras = requirement = waiting.pop()
+    queue = [(NAME, frozenset({"protect", "tpm"}))]
+    while queue:
+        name, extras = requirement = queue.pop()
         if requirement in visited:
             continue
         visited.add(requirement)
@@ -207,7 +207,7 @@ def _required() -> dict[str, Distribution]:
             with suppress(InvalidRequirement):
                 need = Requirement(text)
                 if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in {"", *extras}):
-                    waiting.append((canonicalize_name(need.name), frozenset(need.extras)))
+                    queue.append((canonicalize_name(need.name), frozenset(need.extras)))
     packages.pop(NAME, None)  # `package` reads all of its files
     return packages
 
@@ -223,21 +223,21 @@ def _record(dist: Distribution) -> dict[str, tuple[str, str]]:
 
 
 def _measure(dist: Distribution, record: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
-    total, changed, text = hashlib.sha256(), [], dist.read_text("RECORD")
+    total, changed_names, text = hashlib.sha256(), [], dist.read_text("RECORD")
     for name, (path, expected) in sorted(record.items()):
         if not expected:  # compiled files, and RECORD itself
             continue
         content_digest, record_hash = _file_digests(path, expected.partition("=")[0])
         if record_hash != expected:
-            changed.append(name)
+            changed_names.append(name)
         if not name.startswith("..") and Path(name).name not in BY_INSTALLERS:
             total.update(f"{content_digest}  {name}\n".encode("utf-8", "surrogateescape"))
-    claims: dict[str, Any] = {"version": dist.version, "intact": bool(record) and not changed}
+    claims: dict[str, Any] = {"version": dist.version, "intact": bool(record) and not changed_names}
     if text is None:
-        changed = ["RECORD"]
+        changed_names = ["RECORD"]
     else:
         claims |= {"sha256": total.hexdigest(), "record_sha256": sha256(text.encode())}
-    return claims | ({"changed": changed[:MOST_CHANGED]} if changed else {})
+    return claims | ({"changed": changed_names[:MOST_CHANGED]} if changed_names else {})
 
 
 def _file_digests(path: str, kind: str) -> tuple[str, str]:
@@ -301,8 +301,8 @@ def _digests(paths: Iterable[str], listed: Collection[str]) -> dict[str, str]:
     digests = {path: _digest(path) for path in paths if not accounted(path, listed)}
     lines = [f"{value}  {name}\n" for name, value in list(digests.items())[MOST_NAMED:]]
     first = dict(list(digests.items())[:MOST_NAMED])
-    more = {f"and {len(lines)} more": sha256("".join(lines).encode("utf-8", "surrogateescape"))} if lines else {}
-    return first | more
+    summary = {f"and {len(lines)} more": sha256("".join(lines).encode("utf-8", "surrogateescape"))} if lines else {}
+    return first | summary
 
 
 def _digest(path: str) -> str:

@@ -176,7 +176,7 @@ def verify(quote: object, expected: bytes) -> dict[str, Any]:
         contents = _Attest.parse(attest)
         if contents.extra != expected:
             raise ValueError("it quotes other claims")
-        if contents.selected != tuple(sorted(pcrs)):
+        if contents.pcrs != tuple(sorted(pcrs)):
             raise ValueError("it quotes other PCRs than those beside it")
         if contents.digest != hashlib.sha256(b"".join(pcrs[number] for number in sorted(pcrs))).digest():
             raise ValueError("the values of its PCRs are others than those quoted")
@@ -192,7 +192,7 @@ class _Attest:
     """TPMS_ATTEST of TPM2_Quote (10.12.12)."""
 
     extra: bytes
-    selected: tuple[int, ...]
+    pcrs: tuple[int, ...]
     digest: bytes
     facts: dict[str, Any]
 
@@ -213,14 +213,14 @@ class _Attest:
         if bank != SHA256:
             raise ValueError("its PCRs are not of SHA-256")
         bits = int.from_bytes(reader.exactly(size), "little")
-        selected = tuple(number for number in range(8 * size) if bits >> number & 1)
+        pcrs = tuple(number for number in range(8 * size) if bits >> number & 1)
         digest = reader.sized()
         reader.end()
         facts = {
             "firmware_version": firmware, "clock": clock, "reset_count": resets, "restart_count": restarts,
             "safe": bool(safe),
         }  # fmt: skip
-        return cls(extra, selected, digest, facts)
+        return cls(extra, pcrs, digest, facts)
 
 
 def _check_signature(key: Any, data: bytes, signed: bytes) -> None:

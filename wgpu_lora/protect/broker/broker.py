@@ -21,7 +21,7 @@ from wgpu_lora.protect.broker.decision_log import DecisionLog
 from wgpu_lora.protect.broker.release_token import make_release
 from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.policies.appraisal import HEAD, KEYS, NONCE, Failure, appraise
-from wgpu_lora.protect.policies.claim_checks import claim_or_none, shown
+from wgpu_lora.protect.policies.claim_checks import claim_or_none, value_text
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SigningKey
 from wgpu_lora.text import escape_unprintable, join_words
@@ -73,10 +73,10 @@ class Clock:
     def now(self) -> float:
         """The time. Raises UserError if the machine's clock shows an earlier one than before."""
         now, steady_time = time.time(), self._begin + self._elapsed()
-        least = max(self._logged, steady_time)
-        if now + CLOCK_SLACK < least:
+        floor = max(self._logged, steady_time)
+        if now + CLOCK_SLACK < floor:
             raise UserError(
-                f"The clock of this machine was set back by {least - now:,.0f} s, so that nothing can be dated: set it "
+                f"The clock of this machine was set back by {floor - now:,.0f} s, so that nothing can be dated: set it "
                 "right and start the broker again, with a new --state directory if it had been ahead."
             )
         self._logged = max(self._logged, now)
@@ -308,18 +308,18 @@ class Broker:
         """The rules that need the broker's memory or its keys."""
         name, resume = claim_or_none(evidence.claims, "job.name"), evidence.claims.get("resume")
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
-            yield Failure("job.name", f"1 to {MAX_NAME} printable characters", shown(name))
+            yield Failure("job.name", f"1 to {MAX_NAME} printable characters", value_text(name))
         if resume is not None:
             try:
                 typed(LogPlace, resume, unknown="refuse")
                 if unknown:
                     yield Failure(HEAD, "the first session of a job that this broker does not know", "one that resumes")
             except ValueError:
-                yield Failure(HEAD, "number and SHA-256 of a line", shown(resume))
+                yield Failure(HEAD, "number and SHA-256 of a line", value_text(resume))
         if evidence.signing.keyid in self._state.sessions:
             yield Failure(KEYS, "new ephemeral keys", "those of an earlier session")
-        if (released := len(self._state.sessions)) >= (most := self.policy["release.sessions"]):
-            yield Failure("release.sessions", f"at most {most:g} releases", f"{released:,} before")
+        if (released := len(self._state.sessions)) >= (maximum := self.policy["release.sessions"]):
+            yield Failure("release.sessions", f"at most {maximum:g} releases", f"{released:,} before")
         if self.recipient not in (claim_or_none(evidence.claims, "job.recipients") or ()):
             yield Failure("release.recipients", f"{self.recipient}, the data key's, among the job's", "it is not")
 

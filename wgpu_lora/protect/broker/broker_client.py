@@ -105,11 +105,11 @@ class BrokerClient:
         Raises:
             RefusalError: for example, another session goes on with the job. UserError: it cannot be reached.
         """
-        self._ask("/v1/progress", progress, repeated=True, tries=2)
+        self._ask("/v1/progress", progress, repeated=True, attempts=2)
 
-    def _ask(self, path: str, body: bytes, repeated: bool, tries: int = TRIES) -> dict[str, Any]:
-        for number in range(tries):
-            last = number == tries - 1
+    def _ask(self, path: str, body: bytes, repeated: bool, attempts: int = TRIES) -> dict[str, Any]:
+        for number in range(attempts):
+            last = number == attempts - 1
             try:
                 status, data = self._answer(path, body)
                 if status not in BUSY or last or not repeated:

@@ -223,14 +223,14 @@ def _check_data(session: Session, findings: Findings) -> None:
         return
     expected = sorted(item["sha256"] for item in session.claims.get("job", {}).get("data", []))
     findings.expect(f"the data of {label}", sorted(digest for line in lines for _, digest in line.subjects), expected)
-    least, rows = session.release.get("min_rows"), max(line.facts.get("trained_rows", 0) for line in lines)
-    if least is not None and rows < least:
-        findings.fail(f"{label} trained on {rows} rows, fewer than {least}")
+    min_rows, rows = session.release.get("min_rows"), max(line.facts.get("trained_rows", 0) for line in lines)
+    if min_rows is not None and rows < min_rows:
+        findings.fail(f"{label} trained on {rows} rows, fewer than {min_rows}")
 
 
 def _check_steps(session: Session, earlier: Sequence[Session], findings: Findings) -> None:
     """The checkpoint that a session goes on from, and its steps."""
-    label, most = f"session {session.number}", session.release.get("max_steps")
+    label, max_steps = f"session {session.number}", session.release.get("max_steps")
     last = next((entry for previous in reversed(earlier) for entry in reversed(previous.steps())), None)
     for entry in session.entries_of("resumed"):
         if last is None or not last.subjects:
@@ -246,8 +246,8 @@ def _check_steps(session: Session, earlier: Sequence[Session], findings: Finding
         if at < step and REMOVED not in entry.facts:
             findings.fail(f"{label} has step {at} after step {step}")
         step, highest = at, max(highest, at)
-    if most is not None and highest > most:
-        findings.fail(f"{label} took {highest} steps, more than {most}")
+    if max_steps is not None and highest > max_steps:
+        findings.fail(f"{label} took {highest} steps, more than {max_steps}")
 
 
 def _check_policy(

@@ -74,17 +74,17 @@ class Cleanup:
 
 def overwrite(buffers: Iterable[Overwritable]) -> WipeFacts:
     """Overwrites buffers and arrays in the host's memory with zeros; those that are read-only are said not to be."""
-    count = nbytes = refused = 0
+    count = nbytes = readonly_count = 0
     for buffer in buffers:
         if not len(buffer):
             continue
         array = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
         if not array.flags.writeable:
-            refused += 1
+            readonly_count += 1
             continue
         array.fill(0)
         count, nbytes = count + 1, nbytes + array.nbytes
-    readonly = [f"{refused:,} of its buffers are read-only"] if refused else []
+    readonly = [f"{readonly_count:,} of its buffers are read-only"] if readonly_count else []
     return WipeFacts({"buffers": count, "bytes": nbytes}, readonly)
 
 

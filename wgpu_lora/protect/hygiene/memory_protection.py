@@ -148,8 +148,8 @@ def _may_lock() -> bool:
     """Whether Linux ignores the limit of locked memory: with CAP_IPC_LOCK, in the first user namespace."""
     capabilities = re.search(r"^CapEff:\s*(\w+)", system_file("/proc/self/status"), re.MULTILINE)
     ranges = system_file("/proc/self/uid_map").split()
-    allowed = bool(capabilities and int(capabilities[1], 16) >> CAP_IPC_LOCK & 1)
-    return allowed and ranges == ["0", "0", str(WHOLE_RANGE)]
+    has_capability = bool(capabilities and int(capabilities[1], 16) >> CAP_IPC_LOCK & 1)
+    return has_capability and ranges == ["0", "0", str(WHOLE_RANGE)]
 
 
 def _not_protected(facts: dict[str, Any]) -> Iterator[str]:

@@ -32,7 +32,7 @@ from wgpu_lora.protect.policies.claim_checks import (
     claim,
     claim_or_none,
     failures_of,
-    shown,
+    value_text,
 )
 from wgpu_lora.protect.policies.policy import RULES, Policy
 
@@ -135,7 +135,7 @@ def appraise(
     oldest, skew = policy["nonce.seconds"], policy["nonce.skew"]
     checks: Checks = [
         (KEYS, "the keys that signed it", partial(_keys, evidence)),
-        (NONCE, f"the nonce {shown(nonce)}", None if nonce is None else partial(_nonce, nonce)),
+        (NONCE, f"the nonce {value_text(nonce)}", None if nonce is None else partial(_nonce, nonce)),
         (AGE, f"evidence of the last {oldest:g} s", None if now is None else partial(_time, now, oldest, math.inf)),
         (
             AHEAD,
@@ -147,7 +147,7 @@ def appraise(
     for rule in RULES:
         assert rule.check
         value = policy[rule.name]
-        expected = any_of(value) if isinstance(value, tuple | dict) else shown(value)
+        expected = any_of(value) if isinstance(value, tuple | dict) else value_text(value)
         checks.append((rule.name, expected, None if value is None else partial(rule.check.failures, value)))
     return Appraisal(
         policy=policy.as_dict(),
@@ -171,13 +171,13 @@ def appraise_statement(statement: Mapping[str, Any], evidence: Evidence, policy:
     """
     session_appraisal = appraise(evidence, policy, nonce=None, now=None)
     facts = {"statement": statement["predicate"], "claims": evidence.claims, "run": _run(statement)}
-    least, most = policy["training.min_rows"], policy["training.max_steps"]
+    min_rows, max_steps = policy["training.min_rows"], policy["training.max_steps"]
     expected = "the run's"
     checks: Checks = [
         ("statement.materials", expected, _materials),
         ("statement.parameters", expected, _parameters),
-        ("training.min_rows", expected, least and partial(_rows, least)),
-        ("training.max_steps", expected, most and partial(_steps, most)),
+        ("training.min_rows", expected, min_rows and partial(_rows, min_rows)),
+        ("training.max_steps", expected, max_steps and partial(_steps, max_steps)),
     ]
     applied = [name for name, _, check in checks if check]
     return replace(
@@ -207,14 +207,14 @@ def _keys(evidence: Evidence, facts: Facts) -> Iterator[Mismatch]:
 def _nonce(nonce: str, facts: Facts) -> Iterator[Mismatch]:
     value = claim(facts, "eat_nonce")
     if not hmac.compare_digest(value.encode("utf-8", "surrogatepass"), nonce.encode()):
-        yield f"the nonce {shown(nonce)}", shown(value)
+        yield f"the nonce {value_text(nonce)}", value_text(value)
 
 
 def _time(now: float, behind: float, ahead: float, facts: Facts) -> Iterator[Mismatch]:
     """`iat` is at most these seconds behind and ahead of now."""
     iat: int = claim(facts, "iat", int)
     if not 0 <= iat < 1 << 40:  # the range of clocks, so that differences are finite
-        raise ClaimError(f"{shown(iat)}, which is no time")
+        raise ClaimError(f"{value_text(iat)}, which is no time")
     if now - iat > behind:
         yield f"evidence of the last {behind:g} s", f"evidence that is {now - iat:,.0f} s old"
     if iat - now > ahead:
@@ -224,7 +224,10 @@ def _time(now: float, behind: float, ahead: float, facts: Facts) -> Iterator[Mis
 def _head(head: tuple[int, str], facts: Facts) -> Iterator[Mismatch]:
     sequence, digest = claim(facts, "resume.sequence", int), claim(facts, "resume.head")
     if sequence < head[0] or (sequence == head[0] and digest != head[1]):
-        yield f"entry {head[0]} ({head[1][:12]}), or a later one", f"entry {shown(sequence)} ({shown(digest[:12])})"
+        yield (
+            f"entry {head[0]} ({head[1][:12]}), or a later one",
+            f"entry {value_text(sequence)} ({value_text(digest[:12])})",
+        )
 
 
 def _run(statement: Mapping[str, Any]) -> Any:
@@ -245,14 +248,14 @@ def _parameters(facts: Facts) -> Iterator[Mismatch]:
         yield "the job, options and recipients of the evidence", "others"
 
 
-def _rows(least: int, facts: Facts) -> Iterator[Mismatch]:
-    if (rows := claim(facts, "run.rows", int)) < least:
-        yield f"at least {least:,} rows trained", f"{rows:,}"
+def _rows(minimum: int, facts: Facts) -> Iterator[Mismatch]:
+    if (rows := claim(facts, "run.rows", int)) < minimum:
+        yield f"at least {minimum:,} rows trained", f"{rows:,}"
 
 
-def _steps(most: int, facts: Facts) -> Iterator[Mismatch]:
-    if not 0 < (steps := claim(facts, "run.steps", int)) <= most:
-        yield f"at most {most:,} steps done", f"{steps:,}"
+def _steps(maximum: int, facts: Facts) -> Iterator[Mismatch]:
+    if not 0 < (steps := claim(facts, "run.steps", int)) <= maximum:
+        yield f"at most {maximum:,} steps done", f"{steps:,}"
 
 
 # -- files: `protect verify` -------------------------------------------------------------------------------------------
@@ -300,4 +303,4 @@ def verify(path: Path, policy: Policy, nonce: str | None, now: float) -> tuple[A
 
 def _subject(label: str, evidence: Evidence) -> str:
     name = claim_or_none(evidence.claims, "job.name")
-    return label if name is None else f"{label} of the job {shown(name)}"
+    return label if name is None else f"{label} of the job {value_text(name)}"

@@ -71,7 +71,7 @@ def claim(facts: Facts, path: str, kind: type | tuple[type, ...] = str) -> Any:
     if value is None:
         raise ClaimError(f"{NOTHING}: the evidence does not state {path}")
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ClaimError(f"{shown(value)}, which is of the wrong type")
+        raise ClaimError(f"{value_text(value)}, which is of the wrong type")
     if isinstance(value, float) and not math.isfinite(value):
         raise ClaimError(f"{value}, which is not a finite number")
     if isinstance(value, Mapping | list | str) and len(value) > MOST:  # more would only take the verifier's time
@@ -90,7 +90,7 @@ def claim_or_none(facts: Facts, path: str) -> Any:
 # -- values in messages ------------------------------------------------------------------------------------------------
 
 
-def shown(value: Any) -> str:
+def value_text(value: Any) -> str:
     """A value of a claim or a policy for a message, short and printable."""
     try:
         text = str(value) if isinstance(value, int | float) else repr(value)
@@ -102,7 +102,7 @@ def shown(value: Any) -> str:
 
 def any_of(values: Iterable[Any]) -> str:
     """`'a'`, or `one of 'a', 'b' and 3 more`."""
-    texts = [shown(value) for value in values]
+    texts = [value_text(value) for value in values]
     if len(texts) < 2:
         return texts[0] if texts else "none"
     return f"one of {', '.join(texts[:4])}" + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
@@ -118,10 +118,10 @@ def listed(
 ) -> ClaimCheck:
     """A text that is, or by `fits` is like, one of a list; `pattern` makes the one that fits a text."""
 
-    def failures(allowed: Sequence[str], facts: Facts) -> Iterator[Mismatch]:
+    def failures(allowlist: Sequence[str], facts: Facts) -> Iterator[Mismatch]:
         value = claim(facts, path)
-        if not any(fits(value, item) for item in allowed):
-            yield any_of(allowed), shown(value)
+        if not any(fits(value, item) for item in allowlist):
+            yield any_of(allowlist), value_text(value)
 
     return ClaimCheck(failures, path, lambda value: [pattern(value) if isinstance(value, str) else value])
 
@@ -149,7 +149,7 @@ def version(path: str) -> ClaimCheck:
         except ValueError:  # InvalidVersion, or Python refuses to read a number of thousands of digits
             fits = False
         if not fits:
-            yield f"a version {specifier}", shown(value)
+            yield f"a version {specifier}", value_text(value)
 
     return ClaimCheck(failures, path, lambda value: f"=={value}")
 
@@ -172,12 +172,12 @@ def states(path: str, expected: bool) -> ClaimCheck:
 def all_items(path: str, kind: type) -> ClaimCheck:
     """All items of a list, or all values of an object, which are allowed ones."""
 
-    def failures(allowed: Sequence[str], facts: Facts) -> Iterator[Mismatch]:
+    def failures(allowlist: Sequence[str], facts: Facts) -> Iterator[Mismatch]:
         items = claim(facts, path, kind)
         for item in items:
-            value, where = (items[item], f" ({shown(item)})") if kind is dict else (item, "")
-            if value not in allowed:
-                yield any_of(allowed), f"{shown(value)}{where}"
+            value, where = (items[item], f" ({value_text(item)})") if kind is dict else (item, "")
+            if value not in allowlist:
+                yield any_of(allowlist), f"{value_text(value)}{where}"
 
     return ClaimCheck(failures, path, lambda value: digests(value.values()) if isinstance(value, Mapping) else value)
 
@@ -190,9 +190,9 @@ def digests(values: Iterable[Any]) -> list[str]:
 def level(level: str, facts: Facts) -> Iterator[Mismatch]:
     claimed_level = claim(facts, "level")
     if level == "quoted" and not (claimed_level == level and facts["quote"]):
-        yield "quoted by a TPM", "no quote beside the claims" if claimed_level == level else shown(claimed_level)
+        yield "quoted by a TPM", "no quote beside the claims" if claimed_level == level else value_text(claimed_level)
     if claimed_level not in ("self-reported", "quoted"):
-        yield "'self-reported' or 'quoted'", shown(claimed_level)
+        yield "'self-reported' or 'quoted'", value_text(claimed_level)
 
 
 def tpm_keys(keys: Sequence[str], facts: Facts) -> Iterator[Mismatch]:
@@ -212,7 +212,7 @@ def pcrs(expected: Mapping[str, str], facts: Facts) -> Iterator[Mismatch]:
     quoted_pcrs = {str(number): value for number, value in claim(facts, "quote.pcrs", Mapping).items()}
     for number, value in expected.items():
         if quoted_pcrs.get(number) != value:
-            yield f"PCR {number} = {value}", shown(quoted_pcrs[number]) if number in quoted_pcrs else NOTHING
+            yield f"PCR {number} = {value}", value_text(quoted_pcrs[number]) if number in quoted_pcrs else NOTHING
 
 
 def dependencies(facts: Facts) -> dict[str, Mapping[str, Any]]:
@@ -229,54 +229,54 @@ def dependencies(facts: Facts) -> dict[str, Mapping[str, Any]]:
 def intact(_: bool, facts: Facts) -> Iterator[Mismatch]:
     for name, package in dependencies(facts).items():
         if package.get("intact") is not True:
-            yield f"{shown(name)} as its RECORD lists it", f"changed files {shown(package.get('changed'))}"
+            yield f"{value_text(name)} as its RECORD lists it", f"changed files {value_text(package.get('changed'))}"
 
 
 def only_pinned(_: bool, facts: Facts) -> Iterator[Mismatch]:
     for name in dependencies(facts):
         if name not in facts["pins"]:
-            yield "only the packages in [dependencies.pinned]", shown(name)
+            yield "only the packages in [dependencies.pinned]", value_text(name)
 
 
 def pinned(pins: Mapping[str, Any], facts: Facts) -> Iterator[Mismatch]:
     packages = dependencies(facts)
-    for name, allowed in pins.items():
+    for name, pin in pins.items():
         digest = packages.get(canonicalize_name(name), {}).get("sha256")
-        if digest not in as_tuple(allowed):
-            yield f"{name} with {any_of(as_tuple(allowed))}", shown(digest) if digest else NOTHING
+        if digest not in as_tuple(pin):
+            yield f"{name} with {any_of(as_tuple(pin))}", value_text(digest) if digest else NOTHING
 
 
-def as_tuple(allowed: str | Sequence[str]) -> tuple[str, ...]:
+def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:
     """One value or several, as several."""
-    return (allowed,) if isinstance(allowed, str) else tuple(allowed)
+    return (values,) if isinstance(values, str) else tuple(values)
 
 
 def forbidden(patterns: Sequence[str], facts: Facts) -> Iterator[Mismatch]:
     for name in claim(facts, "environment", Mapping):
         if any(matches(name, pattern) for pattern in patterns):
-            yield f"no variable like {any_of(patterns)}", shown(name)
+            yield f"no variable like {any_of(patterns)}", value_text(name)
 
 
 def only(values: Mapping[str, Any], facts: Facts) -> Iterator[Mismatch]:
     for name, digest in claim(facts, "environment", Mapping).items():
         if digest not in as_tuple(values.get(name, ())):
-            yield "only the variables of [environment.only] with their values", shown(name)
+            yield "only the variables of [environment.only] with their values", value_text(name)
 
 
 def compiled(_: bool, facts: Facts) -> Iterator[Mismatch]:
     for module in claim(facts, "process.compiled_otherwise", list):
-        yield "modules that are compiled from their sources", shown(module)
+        yield "modules that are compiled from their sources", value_text(module)
 
 
 def no_swap(_: bool, facts: Facts) -> Iterator[Mismatch]:
     if (locked := claim(facts, "host.memory.locked")) != "all" and claim(facts, "host.swap", list):
-        yield "all memory locked, or no swap", f"locked {shown(locked)}, and swap"
+        yield "all memory locked, or no swap", f"locked {value_text(locked)}, and swap"
 
 
-def recipients(allowed: Sequence[str], facts: Facts) -> Iterator[Mismatch]:
+def recipients(allowlist: Sequence[str], facts: Facts) -> Iterator[Mismatch]:
     if not claim(facts, "job.recipients", list):
-        yield any_of(allowed), "no recipient"
-    yield from all_items("job.recipients", list).failures(allowed, facts)
+        yield any_of(allowlist), "no recipient"
+    yield from all_items("job.recipients", list).failures(allowlist, facts)
 
 
 def _data(facts: Facts) -> list[Facts]:
@@ -284,32 +284,32 @@ def _data(facts: Facts) -> list[Facts]:
     files = claim(facts, "job.data", list)
     if not all(isinstance(file, Mapping) for file in files):
         raise ClaimError("an entry that is not an object")
-    roles = [shown(file.get("role")) for file in files]
-    if shown("data") not in roles:
+    roles = [value_text(file.get("role")) for file in files]
+    if value_text("data") not in roles:
         raise ClaimError("no training data among the job's files")
     if len(set(roles)) != len(roles):
         raise ClaimError("two files for one purpose")
     return files  # type: ignore[no-any-return]
 
 
-def sealed(allowed: Sequence[str], facts: Facts) -> Iterator[Mismatch]:
+def sealed(allowlist: Sequence[str], facts: Facts) -> Iterator[Mismatch]:
     for file in _data(facts):
-        if (digest := file.get("sha256")) not in allowed:
-            yield any_of(allowed), f"{shown(digest) if digest else NOTHING} ({shown(file.get('role'))})"
+        if (digest := file.get("sha256")) not in allowlist:
+            yield any_of(allowlist), f"{value_text(digest) if digest else NOTHING} ({value_text(file.get('role'))})"
 
 
-def rows(least: int, facts: Facts) -> Iterator[Mismatch]:
+def rows(minimum: int, facts: Facts) -> Iterator[Mismatch]:
     (data,) = (file for file in _data(facts) if file.get("role") == "data")
-    if (count := claim(data, "rows", int)) < least:
-        yield f"at least {least:,} rows", f"{shown(count)} rows"
+    if (count := claim(data, "rows", int)) < minimum:
+        yield f"at least {minimum:,} rows", f"{value_text(count)} rows"
 
 
-def steps(most: int, facts: Facts) -> Iterator[Mismatch]:
+def steps(maximum: int, facts: Facts) -> Iterator[Mismatch]:
     options = claim(facts, "job.options", Mapping)
     if options.get("max_steps") is None:
-        yield f"at most {most:,} steps", "no bound on them: set max_steps in the job"
-    elif not 0 < (max_steps := claim(options, "max_steps", int)) <= most:
-        yield f"at most {most:,} steps", shown(max_steps)
+        yield f"at most {maximum:,} steps", "no bound on them: set max_steps in the job"
+    elif not 0 < (max_steps := claim(options, "max_steps", int)) <= maximum:
+        yield f"at most {maximum:,} steps", value_text(max_steps)
 
 
 def options(bounds: Mapping[str, Any], facts: Facts) -> Iterator[Mismatch]:
@@ -317,16 +317,16 @@ def options(bounds: Mapping[str, Any], facts: Facts) -> Iterator[Mismatch]:
     for name, value in bounds.items():
         bound = asdict(value) if is_dataclass(value) and not isinstance(value, type) else {"allow": [value]}
         bound = {key: limit for key, limit in bound.items() if limit is not None}
-        expected = f"{name} {' and '.join(f'{key} {shown(limit)}' for key, limit in bound.items())}"
+        expected = f"{name} {' and '.join(f'{key} {value_text(limit)}' for key, limit in bound.items())}"
         if name not in job_options:
             yield expected, f"{NOTHING}: the evidence does not state {name}"
         elif not _within(job_options[name], bound):
-            yield expected, shown(job_options[name])
+            yield expected, value_text(job_options[name])
 
 
 def _within(value: Any, bound: Mapping[str, Any]) -> bool:
-    allowed = bound.get("allow", [value])
-    if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed):
+    values = bound.get("allow", [value])
+    if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in values):
         return False
     number = isinstance(value, int | float) and not isinstance(value, bool)
     low, high = bound.get("min"), bound.get("max")

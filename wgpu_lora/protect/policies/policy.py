@@ -67,8 +67,8 @@ TrueOnly = Annotated[bool, Check(bool, "true, or left out")]
 Number = str | bool | int | float
 
 
-def _seconds(least: float, most: float) -> Check:
-    return Check(lambda value: least <= value <= most, f"between {least:g} and {most:,g} seconds")
+def _seconds(minimum: float, maximum: float) -> Check:
+    return Check(lambda value: minimum <= value <= maximum, f"between {minimum:g} and {maximum:,g} seconds")
 
 
 @dataclass(frozen=True)

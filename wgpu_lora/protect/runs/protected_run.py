@@ -50,7 +50,7 @@ class ProtectedRecord:
     Attributes:
         run: the contents of run.json. directory: of the run. adapter: the sealed adapter.
         cleanup: as `Cleanup.run` gives it. statement: the signed statement; None unless the run finished.
-        spent: (begin, seconds) of each sealing, log line and report while it trained, by `time.perf_counter`.
+        protection_times: (begin, seconds) of each sealing, log line and report during training, by `time.perf_counter`.
     """
 
     run: RunRecord
@@ -58,7 +58,7 @@ class ProtectedRecord:
     adapter: Path
     cleanup: dict[str, Any]
     statement: Path | None
-    spent: list[tuple[float, float]]
+    protection_times: list[tuple[float, float]]
 
 
 def finetune_protected(
@@ -114,7 +114,7 @@ def finetune_protected(
             with on_end_signal(lambda number: None):  # the cleanup is not interrupted
                 end.run()
         return ProtectedRecord(
-            end.record, job.output, job.output / ADAPTER, end.cleanup_facts, end.statement, session.spent
+            end.record, job.output, job.output / ADAPTER, end.cleanup_facts, end.statement, session.protection_times
         )
 
 
@@ -153,7 +153,7 @@ def _train(session: Session, key: DataKey, model: LoadedModel, end: SessionEnd, 
         log.append("resumed", {"step": last.facts["step"]}, last.subjects)
     else:
         storage.write(job.output / SKIPPED, skipped_rows([data.account for data in datasets]))
-        log.append("started", {"options": job.options}, storage.skipped)
+        log.append("started", {"options": job.options}, storage.skipped_rows)
     session.check_expired()
     with watch(prepared) if watch else nullcontext(SILENT) as events:
         return prepared.train(EventForwarder(events, _EvaluationLog(session)))
@@ -192,16 +192,16 @@ def _check_limits(session: Session, prepared: FinetuneJob, rows: int, trained: i
         rows: of the data. trained: of them.
     """
     assert session.release
-    least, most = (session.release.claims.get(name) for name in ("min_rows", "max_steps"))
-    if least is not None and trained < least:
+    min_rows, limit = (session.release.claims.get(name) for name in ("min_rows", "max_steps"))
+    if min_rows is not None and trained < min_rows:
         raise UserError(
-            f"The data leave {count_noun(trained, 'row')} to train on, and the release asks for at least {least:,}: "
+            f"The data leave {count_noun(trained, 'row')} to train on, and the release asks for at least {min_rows:,}: "
             "raise max_length, or ask the data owner."
         )
-    planned = prepared.run.args.max_steps
-    if most is not None and not 0 < planned <= most:
+    max_steps = prepared.run.args.max_steps
+    if limit is not None and not 0 < max_steps <= limit:
         raise UserError(
-            f"The release allows at most {count_noun(most, 'step')}, and the job's max_steps is {planned}: lower it."
+            f"The release allows at most {count_noun(limit, 'step')}, and the job's max_steps is {max_steps}: lower it."
         )
     recorded_rows = session.data["data"].get("rows")
     if recorded_rows not in (None, rows) and not (prepared.run.heldout and "eval_data" not in session.data):

@@ -47,7 +47,7 @@ class Session:
     Attributes:
         log: of the run that it goes on with; one without lines for a new run, until it is attested.
         claims: of its evidence. release: None until the broker has answered.
-        spent: (begin, seconds) of what protecting the training took while it ran, by `time.perf_counter`.
+        protection_times: (begin, seconds) of what protecting the training took while it ran, by `time.perf_counter`.
     """
 
     job: ProtectedJob
@@ -57,7 +57,7 @@ class Session:
     say: Say
     claims: dict[str, Any] = field(default_factory=dict)
     release: Release | None = None
-    spent: list[tuple[float, float]] = field(default_factory=list)
+    protection_times: list[tuple[float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         job, self._clock = self.job, Clock()
@@ -70,12 +70,12 @@ class Session:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Counts what is done within as spent."""
+        """Counts what is done within as protection."""
         begin = time.perf_counter()
         try:
             yield
         finally:
-            self.spent.append((begin, time.perf_counter() - begin))
+            self.protection_times.append((begin, time.perf_counter() - begin))
 
     def check_expired(self) -> None:
         """Raise UserError if the release has expired."""

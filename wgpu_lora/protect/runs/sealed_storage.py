@@ -62,20 +62,22 @@ class SealedStorage(CheckpointStore):
         keys: SessionKeys,
         log: EvidenceLog,
         initial: Mapping[Path, Mapping[str, bytes]] | None = None,
-        saved: Callable[[], None] = lambda: None,
-        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
+        on_save: Callable[[], None] = lambda: None,
+        timer: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._timed = timed
+        self._timer = timer
         self._run, self._recipients, self._key, self._keys, self._log = directory, recipients, key, keys, log
-        self._saved, self._opened = saved, dict[Path, Mapping[str, bytes]]()
+        self._on_save, self._opened = on_save, dict[Path, Mapping[str, bytes]]()
         self._initial = {path.resolve(): files for path, files in (initial or {}).items()}
         self._results: dict[str, bytes] = {}
         self._beside: Path | None = None
         self.adapter: dict[str, str] = {}
         self.adapter_sha256: str | None = None
-        self.skipped = [subject for entry in log.entries for subject in entry.subjects if subject[0] == SKIPPED_ROWS]
+        self.skipped_rows = [
+            subject for entry in log.entries for subject in entry.subjects if subject[0] == SKIPPED_ROWS
+        ]
         # The newest digest of each sealed file, in the order of the log, but of checkpoints that were left behind.
-        self._named: dict[str, str] = {}
+        self._newest_digests: dict[str, str] = {}
         self._left_behind: set[str] = set()
         for entry in log.entries:
             if entry.stage in MADE:
@@ -85,7 +87,7 @@ class SealedStorage(CheckpointStore):
                 for name in self._steps():
                     if _step(name) > step:  # the run has gone back
                         self._left_behind.add(name)
-                        del self._named[name]
+                        del self._newest_digests[name]
 
     # -- what a killed session has left --------------------------------------------------------------------------------
 
@@ -99,7 +101,7 @@ class SealedStorage(CheckpointStore):
                     continue
                 names.append(path.relative_to(self._run).as_posix())
                 final = path.with_name(match[1])
-                if self._named.get(self._name(final)) == sha256(read_bytes(path)):
+                if self._newest_digests.get(self._name(final)) == sha256(read_bytes(path)):
                     path.replace(final)
                 else:
                     path.unlink()
@@ -124,7 +126,7 @@ class SealedStorage(CheckpointStore):
     # -- directories ---------------------------------------------------------------------------------------------------
 
     def has(self, directory: Path) -> bool:
-        return self._name(self.disk_path(directory)) in self._named and self.disk_path(directory).is_file()
+        return self._name(self.disk_path(directory)) in self._newest_digests and self.disk_path(directory).is_file()
 
     def directories(self, root: Path) -> list[Path]:
         paths = [path.with_name(path.name.removesuffix(ARCHIVE)) for path in root.glob(f"*{ARCHIVE}")]
@@ -136,7 +138,7 @@ class SealedStorage(CheckpointStore):
         return self._open(directory) if self.has(directory) else None
 
     def write_directory(self, final: Path, files: Mapping[str, bytes]) -> None:
-        with self._timed():
+        with self._timer():
             place = self.disk_path(final)
             place.parent.mkdir(parents=True, exist_ok=True)
             digest, temporary = self._seal(place, archive.pack(files))
@@ -146,7 +148,7 @@ class SealedStorage(CheckpointStore):
             temporary.replace(place)
             sync_directory(place.parent)
             self._opened.clear()
-            self._saved()
+            self._on_save()
 
     def remove(self, directory: Path) -> None:
         place = self.disk_path(directory)
@@ -154,9 +156,11 @@ class SealedStorage(CheckpointStore):
         if steps and steps[-1] == name:  # the run has gone back to the one before it, or to its start
             newest = steps[-2:-1]
             facts = {"step": _step(newest[0]) if newest else 0, "removed": name}
-            self._log.append("checkpoint", facts, [(checkpoint, self._named[checkpoint]) for checkpoint in newest])
+            self._log.append(
+                "checkpoint", facts, [(checkpoint, self._newest_digests[checkpoint]) for checkpoint in newest]
+            )
         place.unlink()
-        self._named.pop(name)
+        self._newest_digests.pop(name)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -178,10 +182,10 @@ class SealedStorage(CheckpointStore):
 
     def write(self, path: Path, data: bytes | None) -> None:
         if path.name == SKIPPED:
-            if data is not None and not self.skipped:  # else it is there, and named by the log
+            if data is not None and not self.skipped_rows:  # else it is there, and named by the log
                 sealed = seal_bytes(data, self._recipients)
                 write_bytes_atomic(self._run / SKIPPED_ROWS, sealed)
-                self.skipped = [(SKIPPED_ROWS, sha256(sealed))]
+                self.skipped_rows = [(SKIPPED_ROWS, sha256(sealed))]
         elif data is None:
             self._results.pop(path.name, None)
         else:
@@ -234,7 +238,7 @@ class SealedStorage(CheckpointStore):
     def _read_sealed(self, path: Path) -> bytes:
         """A sealed file as the log names it. Raises UserError if it is another."""
         data = read_bytes(path)
-        if sha256(data) != self._named.get(self._name(path)):
+        if sha256(data) != self._newest_digests.get(self._name(path)):
             raise UserError(
                 f"{path} is not the file that the evidence log names: an older or another one was put in its place, so "
                 f"restore the newest, or start a new run with another {flag('output')}."
@@ -254,12 +258,12 @@ class SealedStorage(CheckpointStore):
 
     def _steps(self) -> list[str]:
         """The names of checkpoints, the newest last."""
-        return [name for name in self._named if _STEP.fullmatch(name)]
+        return [name for name in self._newest_digests if _STEP.fullmatch(name)]
 
     def _name_newest(self, name: str, digest: str) -> None:
-        self._named.pop(name, None)
+        self._newest_digests.pop(name, None)
         self._left_behind.discard(name)
-        self._named[name] = digest
+        self._newest_digests[name] = digest
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self._run).as_posix() if path.is_relative_to(self._run) else str(path)

@@ -37,10 +37,10 @@ def run_bench(
     if shape and model:
         raise UserError("'shape' and 'model' are both given: leave one of them out.")
     names = brick_names() if bricks is None else bricks
-    used = {option for name in names for option in load_contract(name).options}
+    brick_options = {option for name in names for option in load_contract(name).options}
     sizes: dict[str, Any] = {"tokens": tokens, "rank": rank, "base_dtype": base_dtype, "compute_dtype": compute_dtype}
     options = {name: value for name, value in {**sizes, "layers": layers}.items() if value is not None}
-    idle = sorted((options.keys() & set(OPTIONS)) - used)
+    idle = sorted((options.keys() & set(OPTIONS)) - brick_options)
     if idle:
         raise UserError(f"'{idle[0]}' does nothing with the bricks {', '.join(names)}: leave it out.")
     if shape:
