@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, field
 
 from wgpu_lora.cluster.placement import place
-from wgpu_lora.cluster.placement_field import Place, Waiting
+from wgpu_lora.cluster.placement_field import PendingTask, Place
 
 KINDS = (1000.0, 2000.0, 4000.0, 8000.0)  # tokens/s
 JOINED = 1.2  # tokens/s of a pipeline over its adapters one after another
@@ -97,8 +97,8 @@ def simulate(adapters: int, devices: int, crashes: float, seed: int, first: bool
 
 def _waiting_task(
     name: str, work: dict[str, float], needs: dict[str, int], units: dict[str, tuple[str, ...]]
-) -> Waiting:
-    return Waiting(name, {"class": needs[name]}, base="base", base_bytes=3 << 30, work=work[name], run="run",
+) -> PendingTask:
+    return PendingTask(name, {"class": needs[name]}, base="base", base_bytes=3 << 30, work=work[name], run="run",
                    join="never" if name in units else "auto")  # fmt: skip
 
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from wgpu_lora.cluster.placement import place, refusal
-from wgpu_lora.cluster.placement_field import MOST_JOINED, Place, Placement, Waiting
+from wgpu_lora.cluster.placement_field import MOST_JOINED, PendingTask, Place, Placement
 
 GIB = 2**30
 
 
-def task(name: str = "a", work: float = 1000.0, memory: int = 4 * GIB, **options) -> Waiting:
-    return Waiting(name, {"x": memory, "y": memory}, work=work, base="base", base_bytes=2 * GIB, **options)
+def task(name: str = "a", work: float = 1000.0, memory: int = 4 * GIB, **options) -> PendingTask:
+    return PendingTask(name, {"x": memory, "y": memory}, work=work, base="base", base_bytes=2 * GIB, **options)
 
 
 def device(device_id: str, speed: float | None = 10.0, free: int | None = 16 * GIB, **options) -> Place:
@@ -86,8 +86,8 @@ def test_scarce_memory_is_left_to_those_that_need_it():
 def test_devices_that_are_avoided_or_out_get_nothing():
     assert place([task(avoid=frozenset({"d"}))], [device("d")]) == []
     assert place([task()], [device("d", out="quarantined")]) == []
-    assert place([Waiting("a", {"z": 1})], [device("d")]) == []  # no plan for its class
-    assert place([Waiting("a", {"z": 1})], [device("d", free=None)]) == []
+    assert place([PendingTask("a", {"z": 1})], [device("d")]) == []  # no plan for its class
+    assert place([PendingTask("a", {"z": 1})], [device("d", free=None)]) == []
 
 
 def test_unmeasured_devices_count_as_the_usual_one():

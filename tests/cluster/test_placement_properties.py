@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from wgpu_lora.cluster.cluster_file import JOIN
 from wgpu_lora.cluster.placement import place
-from wgpu_lora.cluster.placement_field import MOST_JOINED, Place, Placement, Waiting
+from wgpu_lora.cluster.placement_field import MOST_JOINED, PendingTask, Place, Placement
 
 CLASSES = ("x", "y")
 ids = st.integers(0, 7).map("d{}".format)
@@ -19,10 +19,10 @@ numbers = st.floats(0.01, 1e6)
 
 
 @st.composite
-def waitings(draw: st.DrawFn) -> list[Waiting]:
+def pending_tasks(draw: st.DrawFn) -> list[PendingTask]:
     count = draw(st.integers(0, 12))
     return [
-        Waiting(
+        PendingTask(
             f"t{number}",
             draw(st.dictionaries(st.sampled_from(CLASSES), st.integers(1, 30), max_size=2)),
             base=draw(st.sampled_from(("a", "b"))),
@@ -68,7 +68,7 @@ def some_places(draw: st.DrawFn) -> list[Place]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(waitings(), some_places(), st.randoms(use_true_random=False))
+@given(pending_tasks(), some_places(), st.randoms(use_true_random=False))
 def test_every_placement_is_possible(waiting, places, random):
     placements = place(waiting, places)
     by_id, by_task = {spot.id: spot for spot in places}, {task.task: task for task in waiting}
@@ -105,7 +105,7 @@ def test_every_placement_is_possible(waiting, places, random):
 
 
 @settings(max_examples=30, deadline=None)
-@given(waitings(), some_places())
+@given(pending_tasks(), some_places())
 def test_idle_clusters_start_something(waiting, places):
     """Where nothing runs that anything could wait for, a task that fits is started."""
     idle = [replace(spot, active=0, busy_seconds=0.0, active_bytes=0) for spot in places]

@@ -10,7 +10,7 @@ from itertools import islice
 
 import numpy as np
 
-from wgpu_lora.cluster.placement_field import MOST_JOINED, Field, Numbers, Placement, Waiting, joined_bytes
+from wgpu_lora.cluster.placement_field import MOST_JOINED, Field, Numbers, PendingTask, Placement, joined_bytes
 
 EVEN = 0.5  # of the time that all work takes: tasks joined at once. With 1, clusters that fail end up to 10% later
 MOST_LOOKED_AT = 4 * MOST_JOINED  # tasks, for members of a unit: those further on are much shorter
@@ -23,7 +23,7 @@ class StartingUnit:
     largest: bytes of its largest task alone. peak_bytes: bytes of all. end: seconds until it has ended.
     """
 
-    members: list[Waiting]
+    members: list[PendingTask]
     at: int
     score: float
     free: float
@@ -50,12 +50,12 @@ class Grouping:
         tasks: what is planned, in order, with the bytes that it needs on each place.
     """
 
-    def __init__(self, field: Field, tasks: Sequence[tuple[Waiting, Numbers]]):
+    def __init__(self, field: Field, tasks: Sequence[tuple[PendingTask, Numbers]]):
         self._field = field
         self._growing: dict[tuple[str, str], list[StartingUnit]] = {}
         self._remaining = len(tasks)
         self._members: set[str] = set()
-        self._queues: dict[tuple[str, str], deque[tuple[Waiting, Numbers]]] = {}
+        self._queues: dict[tuple[str, str], deque[tuple[PendingTask, Numbers]]] = {}
         for task, need in tasks:
             if task.joinable:
                 self._queues.setdefault(task.group, deque()).append((task, need))
@@ -64,7 +64,7 @@ class Grouping:
         busy = np.where(np.isfinite(field.ready), field.ready, 0.0)
         self._even = float((work + busy @ field.speed) / field.speed.sum())  # seconds, shared evenly
 
-    def next(self, task: Waiting) -> bool:
+    def next(self, task: PendingTask) -> bool:
         """Whether a task is still to be planned, which is done now."""
         self._remaining -= 1
         if task.task in self._members:
@@ -82,7 +82,7 @@ class Grouping:
             units and self._queues[group] for group, units in self._growing.items()
         )
 
-    def start(self, task: Waiting, at: int, peak_bytes: int, score: float) -> StartingUnit:
+    def start(self, task: PendingTask, at: int, peak_bytes: int, score: float) -> StartingUnit:
         """A unit, of a task that the field knows to have begun, and of those that are joined at once."""
         field = self._field
         gain = float(field.gain[at])
@@ -95,7 +95,7 @@ class Grouping:
             self._fill(unit, self._queues[task.group])
         return unit
 
-    def _fill(self, unit: StartingUnit, queue: Iterable[tuple[Waiting, Numbers]]) -> None:
+    def _fill(self, unit: StartingUnit, queue: Iterable[tuple[PendingTask, Numbers]]) -> None:
         for task, need in list(islice(queue, MOST_LOOKED_AT)):
             if len(unit.members) == MOST_JOINED or (unit.work + task.work) * unit.cost > EVEN * self._even:
                 break
@@ -103,7 +103,7 @@ class Grouping:
                 self._add(unit, task, need)
                 self._members.add(task.task)
 
-    def join(self, task: Waiting, need: Numbers, latest: float) -> bool:
+    def join(self, task: PendingTask, need: Numbers, latest: float) -> bool:
         """Add a task to the unit of its group where it ends first, unless that is later than `latest` seconds."""
         best: StartingUnit | None = None
         first = latest
@@ -115,7 +115,7 @@ class Grouping:
             self._add(best, task, need)
         return best is not None
 
-    def _add(self, unit: StartingUnit, task: Waiting, need: Numbers) -> None:
+    def _add(self, unit: StartingUnit, task: PendingTask, need: Numbers) -> None:
         unit.members.append(task)
         unit.work += task.work
         unit.largest = max(unit.largest, int(need[unit.at]))
@@ -129,14 +129,14 @@ class Grouping:
             self._growing[task.group].remove(unit)
 
     @staticmethod
-    def _fits(unit: StartingUnit, task: Waiting, need: Numbers) -> bool:
+    def _fits(unit: StartingUnit, task: PendingTask, need: Numbers) -> bool:
         peak_bytes = float(need[unit.at])
         if peak_bytes == math.inf:
             return False
         return joined_bytes(task.base_bytes, len(unit.members) + 1, max(unit.largest, int(peak_bytes))) <= unit.free
 
 
-def start_together(field: Field, task: Waiting, need: Numbers, slack: float) -> Placement | None:
+def start_together(field: Field, task: PendingTask, need: Numbers, slack: float) -> Placement | None:
     """Start a task on `task.devices` devices, or keep devices for it.
 
     Devices take shares by their speed, so the task's speed is their sum. It starts now if it ends at most `slack`
@@ -168,7 +168,7 @@ def start_together(field: Field, task: Waiting, need: Numbers, slack: float) -> 
     return None
 
 
-def _earliest(field: Field, task: Waiting, begins: Numbers) -> tuple[float, float, list[int]] | None:
+def _earliest(field: Field, task: PendingTask, begins: Numbers) -> tuple[float, float, list[int]] | None:
     """The end, the start and the devices with which the task ends first."""
     order = [int(at) for at in np.argsort(begins, kind="stable") if math.isfinite(begins[at])]
     share = field.speed / field.slots
@@ -182,11 +182,11 @@ def _earliest(field: Field, task: Waiting, begins: Numbers) -> tuple[float, floa
     return best
 
 
-def _seconds(task: Waiting, rates: Numbers) -> float:
+def _seconds(task: PendingTask, rates: Numbers) -> float:
     return task.seconds if task.seconds is not None else task.work / float(rates.sum())
 
 
-def _start(field: Field, task: Waiting, devices: list[int], need: Numbers, scores: Numbers) -> Placement:
+def _start(field: Field, task: PendingTask, devices: list[int], need: Numbers, scores: Numbers) -> Placement:
     """The fastest device leads."""
     devices = sorted(devices, key=lambda at: (-field.speed[at], at))
     seconds = _seconds(task, field.rate[devices])

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from wgpu_lora.cluster.pipeline_grouping import Grouping, StartingUnit, start_together
-from wgpu_lora.cluster.placement_field import Field, Numbers, Place, Placement, Waiting
+from wgpu_lora.cluster.placement_field import Field, Numbers, PendingTask, Place, Placement
 from wgpu_lora.train.memory import format_bytes, format_bytes_exact
 
 SLACK = 1.1  # how much later than on the best device a task may end on one with a better score
 
 
-def place(queue: Sequence[Waiting], places: Sequence[Place], now: float = 0.0) -> list[Placement]:
+def place(queue: Sequence[PendingTask], places: Sequence[Place], now: float = 0.0) -> list[Placement]:
     """Decide what starts now. Equal arguments give equal results, in whatever order they are.
 
     All tasks are planned, the longest first, as if none were to come: each goes where it ends first, which may be
@@ -33,7 +33,7 @@ def place(queue: Sequence[Waiting], places: Sequence[Place], now: float = 0.0) -
     Args:
         queue: tasks with different names.
         places: devices; those that are `out` are not used.
-        now: by the clock of `Waiting.since`, for the time that tasks have waited.
+        now: by the clock of `PendingTask.since`, for the time that tasks have waited.
 
     Returns:
         The placements, in the order in which they were decided.
@@ -45,7 +45,7 @@ def place(queue: Sequence[Waiting], places: Sequence[Place], now: float = 0.0) -
 
 
 class _Decision:
-    def __init__(self, field: Field, queue: Sequence[Waiting], now: float):
+    def __init__(self, field: Field, queue: Sequence[PendingTask], now: float):
         self.field = field
         tasks = sorted(queue, key=lambda task: task.task)
         needs = field.needs(tasks)
@@ -75,7 +75,7 @@ class _Decision:
                 break
         return [unit if isinstance(unit, Placement) else unit.placement(field) for unit in self.units]
 
-    def _place_single(self, task: Waiting, need: Numbers) -> bool:
+    def _place_single(self, task: PendingTask, need: Numbers) -> bool:
         """Start, join or queue a task of one device; True if it starts a unit."""
         field = self.field
         start, length = field.start, _length(task, field.cost)
@@ -99,7 +99,7 @@ class _Decision:
         return False
 
 
-def ranks(field: Field, tasks: Sequence[Waiting], needs: Numbers, now: float) -> Numbers:
+def ranks(field: Field, tasks: Sequence[PendingTask], needs: Numbers, now: float) -> Numbers:
     """How early each task is planned [tasks]: by length, scarcity of memory and the time waited; see `place`."""
     total, mean = field.speed.sum(), field.speed.mean()
     usable_speed = (needs <= field.room) @ field.speed
@@ -110,7 +110,7 @@ def ranks(field: Field, tasks: Sequence[Waiting], needs: Numbers, now: float) ->
     return result
 
 
-def _length(task: Waiting, cost: Numbers) -> Numbers:
+def _length(task: PendingTask, cost: Numbers) -> Numbers:
     """Seconds of a task on each device. cost: seconds per token."""
     if task.seconds is not None:
         return np.full(len(cost), task.seconds)

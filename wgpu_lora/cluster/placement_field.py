@@ -14,7 +14,7 @@ MOST_JOINED = 4
 
 
 @dataclass(frozen=True)
-class Waiting:
+class PendingTask:
     """A task, or a unit of several, that waits for a device.
 
     Attributes:
@@ -179,7 +179,7 @@ class Field:
         self.free[at] -= peak_bytes
         self.refresh(at)
 
-    def needs(self, tasks: Sequence[Waiting]) -> Numbers:
+    def needs(self, tasks: Sequence[PendingTask]) -> Numbers:
         """Bytes that each task needs on each place [tasks, places]; infinite where it cannot run."""
         by_class = [[task.peak_bytes.get(name, math.inf) for name in self.classes] for task in tasks]
         needs: Numbers = np.array(by_class, dtype=np.float64).reshape(len(tasks), len(self.classes))[:, self.of_class]
@@ -188,7 +188,7 @@ class Field:
                 needs[row, [self.index[name] for name in task.avoid if name in self.index]] = math.inf
         return needs
 
-    def scores(self, task: Waiting, need: Numbers) -> Numbers:
+    def scores(self, task: PendingTask, need: Numbers) -> Numbers:
         """(free / needed bytes) x tokens/s / (1 + active jobs) x locality, of each place.
 
         Where the free bytes are unknown, their ratio counts as 1. Locality is 1 + 0.5 if the host has the base
@@ -200,7 +200,7 @@ class Field:
         scores[np.isinf(need)] = 0.0
         return scores
 
-    def _locality(self, task: Waiting) -> Numbers:
+    def _locality(self, task: PendingTask) -> Numbers:
         key = (task.base, task.data)
         if key not in self._local:
             files = max(len(task.data), 1)

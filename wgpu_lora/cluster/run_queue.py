@@ -17,7 +17,7 @@ from wgpu_lora.cluster.messages import (
     TaskView,
 )
 from wgpu_lora.cluster.placement import refusal
-from wgpu_lora.cluster.placement_field import Place, Waiting, joined_bytes
+from wgpu_lora.cluster.placement_field import PendingTask, Place, joined_bytes
 from wgpu_lora.cluster.run_state import CacheState, ClusterState, TaskState, UnitState
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import count_noun
@@ -84,9 +84,9 @@ class Queue:
     """Units that wait. Most have never been placed, and are the same at each decision: they are described once."""
 
     def __init__(self) -> None:
-        self._new: dict[str, tuple[RunRequest, bool, Waiting]] = {}
+        self._new: dict[str, tuple[RunRequest, bool, PendingTask]] = {}
 
-    def waiting_units(self, state: ClusterState, jobs_per_device: int, now: float) -> list[Waiting]:
+    def waiting_units(self, state: ClusterState, jobs_per_device: int, now: float) -> list[PendingTask]:
         """The waiting units of runs with this many jobs per device whose checkpoint and caches can be reached."""
         before, self._new = self._new, {}
         units_waiting = []
@@ -114,13 +114,13 @@ def unreachable(state: ClusterState, unit: UnitState) -> str:
     return "" if not hosts or any(map(state.node_at, hosts)) else ", ".join(hosts)
 
 
-def _waiting_unit(state: ClusterState, request: RunRequest, unit: UnitState, now: float) -> Waiting:
+def _waiting_unit(state: ClusterState, request: RunRequest, unit: UnitState, now: float) -> PendingTask:
     tasks = state.members(unit)
     options = next(task.options for task in request.tasks if task.name == unit.tasks[0])
     plans = [plans_of(state, request, name) for name in unit.tasks]
     first_plans = [next(iter(plan.values())) for plan in plans]
     target_seconds = options.get("target_seconds")
-    return Waiting(
+    return PendingTask(
         task=unit.id,
         peak_bytes=needed_bytes(plans),
         base=first_plans[0].base,

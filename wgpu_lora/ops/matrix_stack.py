@@ -1,7 +1,7 @@
 """Stacks: up to three frozen matrices that are multiplied with the same x in one dispatch, and their gradient by x too.
 
 The parts of a stack, such as q, k and v, are regions of one storage: those of y, of the matrix's tensors and of the
-bias begin at multiples of 256 bytes (`Recorder.temps`, `gpu.tensor.joined`), so that each is a tensor. LoRA's
+bias begin at multiples of 256 bytes (`Recorder.temps`, `gpu.tensor.share_storage`), so that each is a tensor. LoRA's
 A of all parts are one matrix [parts * rank, in]; the B [out, rank] of each begin at whole blocks of the optimizer.
 
 With `gated`, there are two parts of the same size, and y is silu of the first times the second, [m, n] (Shazeer 2020).
