@@ -278,14 +278,17 @@ def test_an_aborted_request_gives_its_place_up_before_the_next_step(engine: Engi
 
 
 def test_prompts_with_log_probabilities_do_not_stop_answers(engine: Engine) -> None:
-    answer = Request([5, 6], max_new_tokens=6)
+    """Neither many nor a long one, which takes several steps."""
+    answer = Request([5, 6], max_new_tokens=9)
     engine.add(answer)
     engine.step()
-    scored = [Request([7 + i, 8, 9], max_new_tokens=1, logprobs=0, prompt_logprobs=True) for i in range(6)]
+    prompts = [list(range(7, 40)), *([7 + i, 8, 9] for i in range(5))]
+    scored = [Request(ids, max_new_tokens=1, logprobs=0, prompt_logprobs=True) for ids in prompts]
     for request in scored:
         engine.add(request)
-    for step in range(1, 9):
+    for step in range(1, 15):
         engine.step()
+        assert (scored[0].finish_reason is None) == (step < 7)  # four pieces
         assert len(answer.token_ids) == 1 + step // 2
     while engine.busy:
         engine.step()

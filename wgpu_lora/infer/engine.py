@@ -289,13 +289,13 @@ class Engine:
     def _step(self) -> list[StepOutput]:
         self._admit()
         self.step_tokens = 0, 0
-        whole = next((s for s in self._running if s.request.prompt_logprobs and not s.computed), None)
+        scored = next((s for s in self._running if s.request.prompt_logprobs and s.computed < s.prompt.size), None)
         decoding = [s for s in self._running if s.computed == s.prompt.size]
         pieces = self._pieces()
-        self._scored = whole is not None and not (self._scored and (decoding or pieces))  # every other step at most
-        if whole and self._scored:
-            self._compute_with_logprobs(whole)
-            return self._choose([whole])
+        self._scored = scored is not None and not (self._scored and (decoding or pieces))  # every other step at most
+        if scored and self._scored:
+            self._compute_with_logprobs(scored)
+            return self._choose([scored]) if scored.computed == scored.prompt.size else []
         ready = [s for s, end in pieces if end == s.prompt.size]
         self.step_tokens = sum(end - s.computed for s, end in pieces), len(decoding)
         if pieces:
@@ -517,30 +517,37 @@ class Engine:
         return result
 
     def _compute_with_logprobs(self, sequence: _Sequence) -> None:
-        """Compute a prompt whose tokens' log-probabilities are wanted, in pieces with a row of the head each."""
-        request, prompt = sequence.request, sequence.prompt
-        for start in range(0, prompt.size - 1, self.max_num_seqs):
-            rows = np.arange(start, min(start + self.max_num_seqs, prompt.size - 1))
-            for at in range(start, rows[-1] + 1, self._most_rows):
-                part = rows[(rows >= at) & (rows < at + self._most_rows)]
-                step = StepRows(
-                    prompt[part], part, np.full(part.size, sequence.place), np.full(part.size, sequence.slot),
-                    [sequence.blocks[: cdiv(int(part[-1]) + 1, BLOCK)]], np.full(part.size, prompt.size),
-                    np.arange(part.size), at - start,
-                )  # fmt: skip
-                self._run_step(self._prefill_step(part.size), step)
+        """Compute the next piece of a prompt with log-probabilities, with a row of the head for each token."""
+        request, prompt, start = sequence.request, sequence.prompt, sequence.computed
+        rows = np.arange(start, min(start + self.max_num_seqs, prompt.size - 1))
+        for first in range(0, rows.size, self._most_rows):
+            self._compute_rows(sequence, rows[first : first + self._most_rows], first)
+        if rows.size:
             head = self.programs.heads[self._bucket(rows.size)]
             write(self.device, self.state.masked, np.zeros(rows.size))
             self._run(head.logits)
             sequence.prompt_logprobs += [
                 replace(item, top=item.top[: request.logprobs or 0]) for item in self._logprobs(head, prompt[rows + 1])
             ]
-        last = StepRows(
-            prompt[-1:], np.array([prompt.size - 1]), np.array([sequence.place]), np.array([sequence.slot]),
-            [sequence.blocks[: cdiv(prompt.size, BLOCK)]], np.array([prompt.size]), np.array([0]),
-        )  # fmt: skip
-        self._run_step(self._prefill_step(1), last)
-        sequence.computed = prompt.size
+        sequence.computed += rows.size
+        if sequence.computed == prompt.size - 1:
+            self._compute_rows(sequence, np.array([prompt.size - 1]), 0)
+            sequence.computed = prompt.size
+
+    def _compute_rows(self, sequence: _Sequence, positions: np.ndarray, first: int) -> None:
+        """Compute tokens of a prompt, whose hidden states become rows from `first` on."""
+        size = positions.size
+        rows = StepRows(
+            ids=sequence.prompt[positions],
+            positions=positions,
+            sequences=np.full(size, sequence.place),
+            slots=np.full(size, sequence.slot),
+            blocks=[sequence.blocks[: cdiv(int(positions[-1]) + 1, BLOCK)]],
+            lengths=np.full(size, sequence.prompt.size),
+            logits_indices=np.arange(size),
+            first=first,
+        )
+        self._run_step(self._prefill_step(size), rows)
 
     def _output(self, sequence: _Sequence, token: int, logprobs: TokenLogprobs | None) -> StepOutput:
         request, of_prompt = sequence.request, None
