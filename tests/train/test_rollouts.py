@@ -34,6 +34,8 @@ def none(completions, wanted, **columns):
     return [None if one is None else 0.5 for one in wanted]
 def equal(completions, **columns):
     return [1.0] * len(completions)
+def odd(completion_ids, wanted, **columns):
+    return [float(wanted is None or ids[0] % 2) for ids in completion_ids]
 """
 
 
@@ -246,6 +248,27 @@ def test_batches_change_rounding_only(device: Device, tmp_path: Path) -> None:
         job(tmp_path / str(number), max_steps=2, **sizes).train()
         losses.append([line["loss"] for line in read_log(tmp_path / str(number) / "run" / LOG)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4, abs=1e-6)
+
+
+def test_completions_without_a_gradient_are_skipped(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is logged is as if they had been computed, but for rounding and speed."""
+    logs, tokens = [], []
+    for skips in (True, False):
+        if not skips:
+            monkeypatch.setattr(RolloutStream, "skips_zero_advantages", False)
+        directory = tmp_path / str(skips)
+        functions = f"{directory / 'rewards.py'}:odd"
+        training_job = job(directory, max_steps=4, reward_funcs=functions, shuffle=False, top_entropy_quantile=0.5)
+        tokens.append(training_job.train().state.processed_tokens)
+        logs.append(read_log(directory / "run" / LOG))
+    assert tokens[0] < 0.6 * tokens[1]
+    names = [name for name in logs[0][0] if "tokens" not in name and "seconds" not in name]
+    assert {"loss", "grad_norm", "entropy", "clip_ratio/region_mean"} < set(names)
+    for line, expected in zip(*logs, strict=True):
+        for name in names:
+            assert line[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
 
 
 def test_memory_is_that_of_the_larger_phase(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class SlotProgress:
         processed, units = stream.processed_tokens(step.samples), stream.units(step.samples)
         loss = report.loss_sum / units
         sums = self.session.totals.read_metrics(self.session.device, self.run.slot, stream.objective)
-        metrics = stream.sampling_metrics() | stream.objective.logged(sums, units)
+        metrics = stream.step_metrics(sums, units)
         state.step += 1
         state.epoch, state.index = (step.epoch + 1, 0) if step.last_of_epoch else (step.epoch, step.index + 1)
         state.tokens += tokens

@@ -177,6 +177,11 @@ class GRPO(Objective):
         return self.beta != 0
 
     @property
+    def kl_coefficient(self) -> float:
+        """Of the KL term of the loss."""
+        return 0.0 if self.summed else self.beta
+
+    @property
     def reference_path(self) -> str | None:
         return self.reference_adapter if self.reference else None
 
@@ -261,10 +266,11 @@ class GRPO(Objective):
         return replace(group, inputs=inputs, reference=())
 
     def logged(self, totals: Mapping[str, float], units: int) -> dict[str, float]:
-        """Means over tokens; clipping by sequences if they have one ratio."""
+        """Means over tokens; clipping by sequences if they have one ratio. The difference between log-probabilities is
+        not known of skipped tokens."""
         tokens = max(1.0, totals["tokens"])
         result = {"entropy": totals["entropy"] / tokens}
-        if self.beta and not self.summed:
+        if self.kl_coefficient:
             result["kl"] = totals["kl"] / tokens
         low, high = (totals[name] / (max(1.0, totals["sequences"]) if self.by_sequence else tokens)
                      for name in METRICS[4:6])  # fmt: skip
@@ -272,7 +278,8 @@ class GRPO(Objective):
             result["cispo_clip_ratio"] = high
         elif self.loss in CLIPPED:
             result |= {METRICS[4]: low, METRICS[5]: high, "clip_ratio/region_mean": low + high}
-        return result | {f"{GAP}/mean": totals[f"{GAP}/mean"] / tokens, f"{GAP}/max": totals[f"{GAP}/max"]}
+        mean = totals[f"{GAP}/mean"] / max(1.0, tokens - totals.get("skipped_tokens", 0))
+        return result | {f"{GAP}/mean": mean, f"{GAP}/max": totals[f"{GAP}/max"]}
 
     def score_sweep(self, rec: Recorder, swept: Sweep, scoring: Scoring) -> Score:
         groups = scoring.groups
@@ -298,7 +305,7 @@ class GRPO(Objective):
             "epsilon": self.epsilon,
             "epsilon_high": self.upper,
             "delta": UNCLIPPED if self.delta is None else self.delta,
-            "beta": 0.0 if self.summed else self.beta,
+            "beta": self.kl_coefficient,
             "positive": self.sapo_temperature_pos,
             "negative": self.sapo_temperature_neg,
         }

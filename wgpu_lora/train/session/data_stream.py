@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -122,9 +122,9 @@ class DataStream:
         """Number of tokens or groups that the loss of these samples is averaged over."""
         return self.trained_tokens(samples) if self.objective.unit == "token" else len(samples)
 
-    def sampling_metrics(self) -> dict[str, float]:
-        """What is logged of the completions that a step trains on, if the objective samples them."""
-        return {}
+    def step_metrics(self, totals: Mapping[str, float], units: int) -> dict[str, float]:
+        """What is logged of a step beside its loss, given the sums of the objective's metrics over `units`."""
+        return self.objective.logged(totals, units)
 
     def groups(self, step: Step, slot: int = 0) -> list[list[Group]]:
         """The micro-batches of a step, weighted so that their losses sum to its mean."""

@@ -6,7 +6,7 @@ As in TRL, the completions of a phase are sampled at its beginning and divided a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any
@@ -93,6 +93,7 @@ class RolloutStream(DataStream):
 
     phase: Phase | None = None
     _trained: list[Completion] | None = None  # of the groups that were made last
+    _skipped: list[Completion] = field(default_factory=list)  # then, since they have no gradient
 
     @property
     def policy(self) -> GRPO:
@@ -110,6 +111,11 @@ class RolloutStream(DataStream):
     @property
     def phase_steps(self) -> int:
         return self.parts * self.policy.num_iterations
+
+    @property
+    def skips_zero_advantages(self) -> bool:
+        """Whether completions with advantage 0 need no pass: they have no gradient, and sampling gave their metrics."""
+        return self.phase_steps == 1 and not self.policy.kl_coefficient
 
     @property
     def prompts(self) -> int:
@@ -213,11 +219,13 @@ class RolloutStream(DataStream):
             if trained(completion)
         ]
         masks = policy.token_masks([np.array(completion.entropies) for completion, _ in pairs])
-        result = [
-            self._group(completion, weight, mask, slot, step.epoch)
-            for (completion, weight), mask in zip(pairs, masks, strict=True)
-        ]
-        self._trained = [completion for completion, _ in pairs]
+        result, self._trained, self._skipped = [], [], []
+        for (completion, weight), mask in zip(pairs, masks, strict=True):
+            if self.skips_zero_advantages and completion.advantage == 0:
+                self._skipped.append(completion)
+            else:
+                self._trained.append(completion)
+                result.append(self._group(completion, weight, mask, slot, step.epoch))
         sizes = [group.tokens for group in result]
         return [[result[i] for i in batch] for batch in pack(sizes, range(len(sizes)), self.buckets()[-1])]
 
@@ -257,8 +265,14 @@ class RolloutStream(DataStream):
     def units(self, samples: Sequence[int]) -> int:
         return 1  # losses are weighted
 
-    def sampling_metrics(self) -> dict[str, float]:
-        return dict(self.phase.metrics) if self.phase else {}
+    def step_metrics(self, totals: Mapping[str, float], units: int) -> dict[str, float]:
+        """With what is logged of sampling."""
+        assert self.phase is not None
+        tokens = sum(completion.size for completion in self._skipped)
+        entropy = sum(sum(completion.entropies) for completion in self._skipped)
+        skipped = {"tokens": tokens, "sequences": len(self._skipped), "entropy": entropy}
+        sums = {name: totals[name] + value for name, value in skipped.items()}
+        return self.phase.metrics | super().step_metrics({**totals, **sums, "skipped_tokens": tokens}, units)
 
 
 def stream_of(prepared: TokenizedData, args: TrainingArguments) -> DataStream:
