@@ -4,9 +4,13 @@ Fine-tuning asks for filter, map and reduce in one function. Pretraining never d
 filter followed by a map, and a few unrelated little functions, and no reduce ever stands with another step. So the
 base knows every word of a request, but not how to combine all three.
 
+    python -m scripts.demo.demo_rows OUTPUT prompts
+
+writes OUTPUT/train.jsonl for reinforcement learning: 2,400 rows of combinations that are not held out, and
+
     python -m scripts.demo.demo_rows OUTPUT [style|steps]
 
-writes preference pairs to OUTPUT/train.jsonl and OUTPUT/valid.jsonl, from the demo's training and held-out rows. The
+preference pairs to OUTPUT/train.jsonl and OUTPUT/valid.jsonl, from the demo's training and held-out rows. The
 chosen answer is the row's. The rejected one is, for `style`, the same function with a comprehension instead of a loop;
 for `steps`, the same answer with two lines (of the filter, the map and the reduction) of other rows' answers.
 """
@@ -315,14 +319,32 @@ def three_step_row(steps: tuple[Step, Step, Step], rng: random.Random) -> dict |
     }
 
 
+def three_operations() -> list[tuple[Op, Op, Op]]:
+    """All filters, maps and reductions with at most one constant: which number belongs to which step is more than a
+    model this small can learn from a few hundred rows, and not what the demo is about."""
+    return [(f, m, r) for f in FILTERS for m in MAPS for r in REDUCES if sum(op.high > 0 for op in (f, m, r)) <= 1]
+
+
+def prompt_rows(seed: int, count: int, heldout: list[dict]) -> list[dict]:
+    """Rows as `demo_rows` makes them, with new numbers, names and words. None has a held-out row's name, operations or
+    fingerprint."""
+    rng, rows = random.Random(f"prompts {seed}"), list[dict]()
+    prints = {print_ for row in heldout for print_ in fingerprints(answer(row))}
+    names, steps = {row["name"] for row in heldout}, [row["steps"] for row in heldout]
+    combinations = [ops for ops in three_operations() if [op.key for op in ops] not in steps]
+    while len(rows) < count:
+        rng.shuffle(combinations)
+        for ops in combinations:
+            row = three_step_row((ops[0].draw(rng), ops[1].draw(rng), ops[2].draw(rng)), rng)
+            if row and row["name"] not in names and prints.isdisjoint(fingerprints(answer(row))):
+                rows.append(row)
+    return rows[:count]
+
+
 def demo_rows(seed: int, train: int, heldout: int) -> tuple[list[dict], list[dict]]:
     """The demo's two files: no held-out row shares its fingerprint, or its three operations, with a training row."""
     rng = random.Random(f"demo {seed}")
-    # At most one constant in a request: which number belongs to which step is more than a model this small can learn
-    # from a few hundred rows, and not what the demo is about.
-    combinations = [
-        (f, m, r) for f in FILTERS for m in MAPS for r in REDUCES if sum(op.high > 0 for op in (f, m, r)) <= 1
-    ]
+    combinations = three_operations()
     rng.shuffle(combinations)
     rows = []
     for ops in combinations:
@@ -340,6 +362,7 @@ def demo_rows(seed: int, train: int, heldout: int) -> tuple[list[dict], list[dic
 # -- preference pairs --------------------------------------------------------------------------------------------------
 
 DATA = Path(__file__).parents[2] / "wgpu_lora" / "demo" / "data"
+SEED, PROMPTS = 1, 2400  # of prompts
 ANSWER_LINES = (3, 4, -1)  # lines of an answer: the filter, the map, the reduction
 
 
@@ -364,11 +387,17 @@ def pairs(rows: list[dict], kind: str, seed: int) -> list[dict]:
 
 
 def main(output: Path, kind: str = "style") -> None:
+    train, heldout = (
+        [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "heldout")
+    )
+    if kind == "prompts":
+        files = {"train": prompt_rows(SEED, PROMPTS, heldout)}
+    else:
+        files = {"train": pairs(train, kind, 1), "valid": pairs(heldout, kind, 2)}
     output.mkdir(parents=True, exist_ok=True)
-    for name, source, seed in (("train", "train", 1), ("valid", "heldout", 2)):
-        rows = [json.loads(line) for line in (DATA / f"{source}.jsonl").read_text().splitlines()]
-        lines = "".join(json.dumps(pair) + "\n" for pair in pairs(rows, kind, seed))
-        (output / f"{name}.jsonl").write_text(lines)
+    for name, rows in files.items():
+        (output / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

@@ -108,3 +108,12 @@ def test_model_folder_is_whole_and_small():
     tokenizer = Tokenizer.from_file(str(files["tokenizer.json"]))
     assert tokenizer.get_vocab_size() == config["vocab_size"]
     assert tokenizer.token_to_id("<|im_end|>") == config["eos_token_id"]
+
+
+def test_prompts_of_reinforcement_learning_are_not_held_out() -> None:
+    rows = demo_rows.prompt_rows(0, 500, HELDOUT)
+    assert len({json.dumps(row["messages"]) for row in rows}) > 490
+    assert demo_rows.find_leaks(HELDOUT, map(demo_rows.answer, rows)) == []
+    assert not {tuple(row["steps"]) for row in rows} & {tuple(row["steps"]) for row in HELDOUT}
+    for row in rows[:20]:
+        assert failure(demo_rows.answer(row), row["check"]) is None
