@@ -124,7 +124,7 @@ class Engine:
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
-        self._scored = False  # whether the last step computed a prompt with log-probabilities
+        self._is_scoring = False  # whether the last step computed a prompt with log-probabilities
         self.step_tokens = 0, 0  # of prompts, and decoded, in the last step
         self.step_seconds: float | None = None  # None if a program was compiled in it
         self.arena, self._claim, self._built = Arena(self.device), ExitStack(), set[Program]()
@@ -289,13 +289,14 @@ class Engine:
     def _step(self) -> list[StepOutput]:
         self._admit()
         self.step_tokens = 0, 0
-        scored = next((s for s in self._running if s.request.prompt_logprobs and s.computed < s.prompt.size), None)
+        to_score = next((s for s in self._running if s.request.prompt_logprobs and s.computed < s.prompt.size), None)
         decoding = [s for s in self._running if s.computed == s.prompt.size]
         pieces = self._pieces()
-        self._scored = scored is not None and not (self._scored and (decoding or pieces))  # every other step at most
-        if scored and self._scored:
-            self._compute_with_logprobs(scored)
-            return self._choose([scored]) if scored.computed == scored.prompt.size else []
+        others_wait = self._is_scoring and (decoding or pieces)  # a prompt is scored in every other step at most
+        self._is_scoring = to_score is not None and not others_wait
+        if to_score and self._is_scoring:
+            self._compute_with_logprobs(to_score)
+            return self._choose([to_score]) if to_score.computed == to_score.prompt.size else []
         ready = [s for s, end in pieces if end == s.prompt.size]
         self.step_tokens = sum(end - s.computed for s, end in pieces), len(decoding)
         if pieces:

@@ -266,7 +266,7 @@ class RolloutStream(DataStream):
         return 1  # losses are weighted
 
     def step_metrics(self, totals: Mapping[str, float], units: int) -> dict[str, float]:
-        """With what is logged of sampling."""
+        """Metrics of sampling, and those of the loss over all completions, of skipped ones as sampling gave them."""
         assert self.phase is not None
         tokens = sum(completion.size for completion in self._skipped)
         entropy = sum(sum(completion.entropies) for completion in self._skipped)
