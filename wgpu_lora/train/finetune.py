@@ -498,11 +498,7 @@ def prepare_session(
         model,
         trained,
         [] if evaluation_only else buckets,
-        positions=max(
-            length
-            for stream in streams
-            for length in (stream.lengths if isinstance(stream, RolloutStream) else stream.prepared.lengths)
-        ),
+        positions=max(stream.longest for stream in streams),
         dropout=any(run.args.lora_dropout > 0 and run.args.train != "quant-scales" for run in runs),
         recompute=args.gradient_checkpointing,
         compute_dtype=args.compute_dtype,
