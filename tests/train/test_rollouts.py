@@ -25,6 +25,7 @@ from wgpu_lora.train.finetune import Job, prepare_job
 from wgpu_lora.train.run.run_checkpoint import PHASE, write_manifest
 from wgpu_lora.train.run.training_log import COMPLETIONS, LOG, read_log
 from wgpu_lora.train.session.rollout_stream import RolloutStream
+from wgpu_lora.train.session.rollouts import Rollouts
 from wgpu_lora.train.session.tool_turns import Message
 
 REWARDS = """
@@ -188,9 +189,12 @@ class _Tokenizer:
 class _Turns:
     """A first turn that ended by itself has results of a tool, [7, 8, 9]."""
 
-    def follow(self, turns: list[Message], token_ids: list[int], stopped: bool) -> list[int]:
+    def follow(self, turns: list[Message], token_ids: list[int], stopped: bool, variables: Any) -> list[int]:
         turns.append({"role": "assistant", "content": str(token_ids)})
-        return [7, 8, 9] if stopped and len(turns) == 1 else []
+        if not stopped or len(turns) > 1:
+            return []
+        turns.append({"role": "tool", "content": "a result"})
+        return [7, 8, 9]
 
     def counts(self) -> tuple[int, int]:
         return 8, 2
@@ -238,6 +242,35 @@ def test_results_of_tools_are_not_trained_on(device: Device, tmp_path: Path) -> 
     assert (line["tools/call_frequency"], line["tools/failure_frequency"]) == (1, 0.25)
     (tmp_path / "b").mkdir()
     assert_resumes_exactly(with_tools, tmp_path / "b")
+
+
+def test_results_that_do_not_fit_are_no_answers(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in TRL, they are taken back, so that reward functions see the turn that called as the last."""
+    seen, texts = list[tuple[list[int], list[str]]](), Rollouts._texts
+
+    def watched(self: Rollouts, stream: Any, completions: Any, turns: list[list[Message]]) -> Any:
+        roles = [[message["role"] for message in messages] for messages in turns]
+        seen.extend(zip([completion.tool_mask for completion in completions], roles, strict=True))
+        return texts(self, stream, completions, turns)
+
+    monkeypatch.setattr(Rollouts, "_texts", watched)
+    with_tools(tmp_path / "a", max_completion_length=6, num_iterations=1, save_steps=0).train()
+    assert {len(roles) for _, roles in seen} == {1, 3}
+    for mask, roles in seen:
+        assert roles == (["assistant", "tool", "assistant"] if 0 in mask else ["assistant"])
+
+
+def test_the_kl_term_of_masked_completions_counts_nowhere(device: Device, tmp_path: Path) -> None:
+    """As in TRL, rloo subtracts none from the reward of a completion that did not end and is masked."""
+    options = {"objective": "rloo", "beta": 5.0, "mask_truncated_completions": True, "max_steps": 1}
+    job(tmp_path / "a", **options, save_steps=0).train()  # without a tokenizer, no completion ends
+    assert read_log(tmp_path / "a" / "run" / LOG)[0]["kl"] == 0
+    shown = [json.loads(line) for line in (tmp_path / "a" / "run" / COMPLETIONS).read_text().splitlines()]
+    rewards = np.array([sample["rewards"]["small"] for sample in shown[:4]])
+    expected = rewards - (rewards.sum() - rewards) / 3
+    assert [sample["advantage"] for sample in shown[:4]] == pytest.approx(expected.tolist(), abs=1e-6)
 
 
 def test_batches_change_rounding_only(device: Device, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from wgpu_lora.infer.request import Request, TokenLogprobs
-from wgpu_lora.infer.tool_calls import MARKERS, ToolCallParser, tool_format
+from wgpu_lora.infer.tool_calls import MARKERS, ToolCallParser, ToolFormat, tool_format
 from wgpu_lora.models.adapter_modules import read_adapter_for
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.serve.engine_thread import AdapterFiles, EngineThread, Piece, RunningAnswer, StreamedText
@@ -70,6 +70,11 @@ class Service:
         self._stop_ids = frozenset(tokenizer.stop_ids)
         ids = {tokenizer.token_id(text) or -1: text for text in MARKERS}
         self._markers = {token: text for token, text in ids.items() if token in tokenizer.special_ids}
+
+    @cached_property
+    def _tool_format(self) -> ToolFormat:
+        """Found with the tokenizer, and so in `prepare` first. Raises UserError."""
+        return tool_format(self.tokenizer)
 
     async def prepare(self, act: Callable[..., Any], *arguments: Any) -> Any:
         """The result of a function that uses the tokenizer, which may take long."""
@@ -230,7 +235,7 @@ class Service:
             self._markers if parses else {},
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
-        parsers = [ToolCallParser(tool_format(self.tokenizer)) if parses else None for _ in answers]
+        parsers = [ToolCallParser(self._tool_format) if parses else None for _ in answers]
         return await self.respond(body, "chat.completion", answers, ChatFormat(self.vocabulary, parsers))
 
     def _prepare_chat(self, body: ChatRequest, raw: Mapping[str, Any]) -> tuple[list[int], str | None, bool]:
@@ -242,7 +247,7 @@ class Service:
             raise RequestError("'top_logprobs' needs 'logprobs': set it to true.", param="top_logprobs")
         source = grammar_source(body)
         if tools:
-            form = tool_format(self.tokenizer)  # also if none may be called: the template must print them
+            form = self._tool_format  # also if none may be called: the template must print them
             if isinstance(choice, ToolName):
                 tools = [tool for tool in tools if tool.function.name == choice.function.name]
                 if not tools:

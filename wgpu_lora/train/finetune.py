@@ -399,7 +399,8 @@ def rollouts_of(
     turns = None
     if policy.tools:
         tools = Tools(policy.tools, policy.reward_timeout)
-        turns = ToolTurns(tools, model.tokenizer, policy.max_tool_calling_iterations)
+        kwargs = stream.args.template_kwargs()
+        turns = ToolTurns(tools, model.tokenizer, policy.max_tool_calling_iterations, kwargs)
     return Rollouts(stream, rewards, model.tokenizer, turns)
 
 

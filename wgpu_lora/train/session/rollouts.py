@@ -161,7 +161,7 @@ class Rollouts:
                         continue
                     count += 1
                     result[number] = replace(completion, stopped=request.finish_reason == "stop")
-                    if self.tools and self._follow(result[number], turns[number], len(request.token_ids)):
+                    if self.tools and self._follow(stream, result[number], turns[number], len(request.token_ids)):
                         add(number, self._seed(seeds[number], len(completion.token_ids)))
                 events.answering(count, len(requests), tokens)
         finally:
@@ -178,17 +178,20 @@ class Rollouts:
         stop_ids = self.tokenizer.stop_ids if self.tokenizer else set()
         return Request(prompt, str(slot), sampler, max_tokens, stop_ids, logprobs=0)
 
-    def _follow(self, completion: Completion, turns: list[Message], size: int) -> bool:
+    def _follow(self, stream: RolloutStream, completion: Completion, turns: list[Message], size: int) -> bool:
         """Put the results of tools behind a completion, and say whether it goes on. size: of its last turn, in tokens
         before the stop token."""
         assert self.tools is not None
         begin = len(completion.token_ids) - size - completion.stopped
-        result_ids = self.tools.follow(turns, completion.token_ids[begin:], completion.stopped)
-        if not result_ids or len(completion.token_ids) + len(result_ids) >= self.stream.policy.max_completion_length:
+        variables = stream.prepared.columns[completion.sample].get("chat_template_kwargs")
+        result_ids = self.tools.follow(turns, completion.token_ids[begin:], completion.stopped, variables)
+        if len(completion.token_ids) + len(result_ids) >= self.stream.policy.max_completion_length:
+            while turns[-1]["role"] == "tool":  # as in TRL; they are no answer
+                turns.pop()
             return False
         completion.token_ids.extend(result_ids)
         completion.tool_mask.extend([0] * len(result_ids))
-        return True
+        return bool(result_ids)
 
     # -- rewards ---------------------------------------------------------------------------------------------------
 
@@ -220,11 +223,12 @@ class Rollouts:
         if not (policy.summed and policy.reference):
             return None, {}
         references = session.reference_logprobs(self.stream.segments(completions, slot))
+        trained = [completion.stopped or not policy.mask_truncated_completions for completion in completions]
         gaps = [
-            float((np.array(completion.logprobs) - logprobs).sum())
-            for completion, logprobs in zip(completions, references, strict=True)
+            is_trained * float((np.array(completion.logprobs) - logprobs).sum())
+            for is_trained, completion, logprobs in zip(trained, completions, references, strict=True)
         ]
-        tokens = sum(completion.size for completion in completions)
+        tokens = sum(completion.size for completion, counts in zip(completions, trained, strict=True) if counts)
         return policy.beta * np.array(gaps), {"kl": sum(gaps) / max(1, tokens)}
 
     def _metrics(self, completions: Sequence[Completion], rewards: Rewards) -> dict[str, float]:
