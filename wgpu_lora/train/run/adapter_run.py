@@ -220,8 +220,18 @@ class AdapterRun:
         self.log = Log(self.directory / training_log.LOG, resumed)
         if self.rollouts and self.storage is PLAIN_FILES:
             samples = Log(self.directory / training_log.COMPLETIONS, resumed, training_log.completion_entry)
-            self.rollouts.on_sample = lambda sample: samples.write({"step": self.state.step + 1, **sample})
+            self.rollouts.on_sample = lambda sample: samples.write(
+                {**sample, "step": self.state.step + (not sample["heldout"])}
+            )
+            self.rollouts.trainer_state = self._trainer_state
         self.tracking.start()
+
+    def _trainer_state(self) -> dict[str, Any]:
+        """Fields of transformers' TrainerState."""
+        state, args = self.state, self.args
+        epoch = state.epoch + state.index / max(1, len(self.stream.epoch(state.epoch)))
+        planned = {"max_steps": state.total_steps, "num_train_epochs": args.num_train_epochs}
+        return {"global_step": state.step, "epoch": epoch, **planned}
 
     def _restore_completions(self, place: Path) -> None:
         """Read the completions that the next step trains on, if it is amid a phase. Raises UserError if they are
