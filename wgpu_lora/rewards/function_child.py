@@ -50,14 +50,14 @@ def main() -> None:
             reply = _reply(functions[message["function"]], message, loop)
         except UserError as error:
             reply = {"error": str(error)}
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             if message.keys() & {"arguments", "call"} and not isinstance(error, ValidationError):
                 if message["function"] not in failed:
                     traceback.print_exc()  # once
                 failed.add(message["function"])
             text = " ".join(str(error).partition("\n    For further information")[0].split())
             reply = {"error": f"{type(error).__name__}: {text:.300}" if text else type(error).__name__}
-        sink.write(json.dumps({**reply, "number": message["number"]}, default=str).encode() + b"\n")
+        sink.write(json.dumps({**reply, "number": message["number"]}).encode() + b"\n")
         sink.flush()
 
 
@@ -114,7 +114,7 @@ def _rewards(call: Callable[..., Any], signature: inspect.Signature, message: di
         metrics[name].append(float(value))
 
     def log_extra(column: str, values: list[Any]) -> None:
-        extra[column].extend(values)
+        extra[str(column)].extend(json.loads(json.dumps(values, default=str)))
 
     further = {
         "trainer_state": SimpleNamespace(**message["state"]), "log_metric": log_metric, "log_extra": log_extra

@@ -45,7 +45,6 @@ class Tools:
                     f"{flag(OPTION)}: the parameters of {name} have no JSON schema ({reply['error']}): annotate them."
                 )
             self.schemas.append({"type": "function", "function": {"name": name, **reply}})
-        self.close()  # until the first call
 
     def call(self, name: str, arguments: Any) -> tuple[str, bool]:
         """(What a function returns, as text; whether it failed, with the reason as JSON, as in TRL)."""

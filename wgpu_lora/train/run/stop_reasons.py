@@ -37,7 +37,7 @@ def exit_code(reason: str, signal_name: str | None) -> int:
     """0, 1 for a failed run, or 128 plus the number of the signal that interrupted it."""
     if reason == "interrupt":
         return 128 + (signal.Signals[signal_name] if signal_name else signal.SIGINT)
-    return 1 if OUTCOMES[reason] == "failed" else 0
+    return 1 if OUTCOMES.get(reason) == "failed" else 0
 
 
 class Requests:
