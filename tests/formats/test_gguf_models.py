@@ -362,6 +362,15 @@ def test_extreme_rates(tmp_path: Path, device: Device) -> None:
     assert not (tmp_path / "fast.gguf").exists()
 
 
+@pytest.mark.parametrize("base_dtype", ["nf4", "bf16"])
+def test_weights_that_are_rounded_a_second_time_are_said(tmp_path: Path, base_dtype: str) -> None:
+    model = small(tmp_path / "model", "qwen2")
+    adapter = make_adapter(tmp_path / "adapter", model)
+    (adapter / "run.json").write_text(json.dumps({"options": {"base_dtype": base_dtype}}))
+    notes = export_model(model, tmp_path / "m.gguf", "q8_0", adapter).notes
+    assert any("was trained beside weights in nf4" in note for note in notes) == (base_dtype == "nf4")
+
+
 def test_rates_stay_in_float32(tmp_path: Path) -> None:
     """Where the model has them so beside matrices of 16 bits."""
     model = make_model(tmp_path / "model", "qwen35")

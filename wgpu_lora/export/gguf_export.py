@@ -15,7 +15,14 @@ from gguf import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType, GGU
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.export.adapter_merge import F16_MAX, MergedModel, check_finite, scaled_factors
+from wgpu_lora.export.adapter_merge import (
+    F16_MAX,
+    MergedModel,
+    check_finite,
+    rounding_note,
+    scaled_factors,
+    trained_beside,
+)
 from wgpu_lora.export.gguf_vocabulary import read_vocabulary, write_vocabulary
 from wgpu_lora.formats.checkpoint_names import note_of_skipped
 from wgpu_lora.formats.gguf.gguf_layout import file_shape
@@ -126,6 +133,8 @@ def export_models(
         write_tensors(writers, tensors)
     other_parts = merged.beside.specs()
     notes = (*form.notes(config), *vocabulary.notes, *([note_of_skipped(other_parts)] if other_parts else []))
+    if adapter and (beside := trained_beside(adapter)):
+        notes += (rounding_note(beside),)
     result = {}
     for number, (kind, output) in enumerate(outputs.items()):
         tensor_bytes = sum(nbytes(shape, targets[number]) for shape, targets, _ in tensors.values())
