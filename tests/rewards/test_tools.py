@@ -20,6 +20,10 @@ from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.session.tool_turns import ToolTurns
 
 FUNCTIONS = """
+with open(__file__ + ".loads", "a") as file:
+    file.write("x")
+def even(completions, **columns):
+    return [0.0] * len(completions)
 def add(a: int, b: int = 1) -> int:
     'The sum of two numbers.'
     print('out of band')
@@ -196,7 +200,8 @@ def test_published_templates_of_other_forms_are_refused(name: str, toolbox: Tool
 
 
 def test_a_run_with_tools(tmp_path: Path) -> None:
-    """Prompts have the tools; models without them, and prompts that are texts, are refused."""
+    """Prompts have the tools; models without them, and prompts that are texts, are refused. Tools and rewards of one
+    file share its module, which is loaded once."""
     (tmp_path / "tools.py").write_text(FUNCTIONS)
     rows = [{"messages": [{"role": "user", "content": f"What is {n} + {n}?"}], "answer": str(2 * n)} for n in range(4)]
     model = tmp_path / "model"
@@ -205,13 +210,15 @@ def test_a_run_with_tools(tmp_path: Path) -> None:
         (model / file.name).symlink_to(file)
     options: dict[str, Any] = {
         "model": str(model), "data": str(write_source(tmp_path / "rows.jsonl", rows)), "output": str(tmp_path / "run"),
-        "objective": "grpo", "reward_funcs": "accuracy", "tools": f"{tmp_path / 'tools.py'}:add", "max_steps": 2,
+        "objective": "grpo", "reward_funcs": f"{tmp_path / 'tools.py'}:even", "tools": f"{tmp_path / 'tools.py'}:add",
+        "max_steps": 2,
         "max_completion_length": 16, "num_generations": 2, "gradient_accumulation_steps": 4, "save_steps": 0,
     }  # fmt: skip
     with pytest.raises(UserError, match="has no tools"):
         prepare_job(TrainingArguments(**options))
     (model / "chat_template.jinja").unlink()
     (model / "chat_template.jinja").write_text(TEMPLATES["hermes"])
+    (tmp_path / "tools.py.loads").unlink()
     job = prepare_job(TrainingArguments(**options))
     run = job.run
     assert run.rollouts
@@ -219,6 +226,7 @@ def test_a_run_with_tools(tmp_path: Path) -> None:
     prompt = run.rollouts.tokenizer.decode(run.stream.prepared.rows[0].input_ids, skip_special_tokens=False)
     assert '"description": "The sum of two numbers."' in prompt
     assert job.train().state.step == 2
+    assert (tmp_path / "tools.py.loads").read_text() == "x"
     texts = str(write_source(tmp_path / "texts.jsonl", [{"prompt": "What?"}] * 4))
     for changes, text in [
         ({"data": texts}, "tools are called in conversations"),

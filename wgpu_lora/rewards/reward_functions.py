@@ -45,18 +45,20 @@ class RewardFunctions:
         functions: separated by commas: FILE.py:NAME, or a built-in one as NAME or NAME:ARGUMENT; the pattern of regex
             may have commas.
         weights: numbers separated by commas, one for each; by default 1 each.
-        seconds: that a call may take.
+        seconds: that a call may take. process: that they run in; by default, one of their own.
 
     Raises:
         UserError: a file or a name is unknown, or the weights do not match.
     """
 
-    def __init__(self, functions: str, weights: str | None = None, seconds: float = 60.0):
+    def __init__(
+        self, functions: str, weights: str | None = None, seconds: float = 60.0, process: FunctionProcess | None = None
+    ):
         self.functions = function_list(_parts(functions), OPTION)
         self.names = [_name(function) for function in self.functions]
         check_distinct(self.names, OPTION)
         self.weights = _weights(weights, len(self.names))
-        self._process = FunctionProcess(seconds)
+        self._process = process or FunctionProcess(seconds)
 
     def load(self) -> None:
         """Load all functions. Raises UserError if one cannot be."""

@@ -13,7 +13,7 @@ OPTION = "tools"
 
 
 class Tools:
-    """Functions that run in a child process, as reward functions do.
+    """Functions that run in a child process, which reward functions may share (`process`).
 
     schemas: as the chat template takes them, with the JSON schema of each function's parameters from its annotations,
     and its docstring as the description.
@@ -35,11 +35,11 @@ class Tools:
                 raise UserError(f"{flag(OPTION)} has {function!r:.80}: give functions as FILE.py:NAME.")
             self._functions[name] = function
         check_distinct([function.rpartition(":")[2] for function in listed], OPTION)
-        self._process = FunctionProcess(seconds)
+        self.process = FunctionProcess(seconds)
         self.schemas: list[dict[str, Any]] = []
         for name, function in self._functions.items():
-            self._process.load(function, OPTION)
-            reply = self._process.ask(function, schema=True)
+            self.process.load(function, OPTION)
+            reply = self.process.ask(function, schema=True)
             if "error" in reply:
                 raise UserError(
                     f"{flag(OPTION)}: the parameters of {name} have no JSON schema ({reply['error']}): annotate them."
@@ -54,8 +54,8 @@ class Tools:
         elif not isinstance(arguments, dict):
             reply = {"error": "the arguments are not a JSON object"}
         else:
-            reply = self._process.ask(function, call=arguments)
+            reply = self.process.ask(function, call=arguments)
         return (json.dumps(reply), True) if "error" in reply else (reply["result"], False)
 
     def close(self) -> None:
-        self._process.close()
+        self.process.close()

@@ -16,12 +16,13 @@ from wgpu_lora.data.source import BadRow, RowPlace, Rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.model_files import ModelFiles
+from wgpu_lora.rewards.tools import Tools
 from wgpu_lora.train.objectives import formats_of, objective_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.teacher_setup import with_template_date
 from wgpu_lora.train.run.trained_options import fit_length, shortened
 from wgpu_lora.train.session.data_stream import DataStream, group_lengths
-from wgpu_lora.train.training_data import default_batches, prepared_for, read_rows, sources_of
+from wgpu_lora.train.training_data import default_batches, prepared_for, read_rows, sources_of, tools_of
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 SHORTEST, LENGTHS = 64, 8  # tokens of the smallest --max-length that is tried, and how many are
@@ -202,19 +203,19 @@ def preview_rows(
     """
     args, _ = fit_length(replace(args, skip_bad_rows=False), model.config.max_position_embeddings)
     args = with_template_date(args, model)
-    last = max(numbers, default=limit)
+    last, tools = max(numbers, default=limit), tools_of(args)
     for number, (place, row) in enumerate(source.rows(formats_of(objective_of(args))), 1):
         if number in numbers or not numbers:
-            yield _preview(args, model, _OneRow(source, place, row))
+            yield _preview(args, model, _OneRow(source, place, row), tools)
         if number == last:
             return
 
 
-def _preview(args: TrainingArguments, model: ModelFiles, data: _OneRow) -> RowPreview:
+def _preview(args: TrainingArguments, model: ModelFiles, data: _OneRow, tools: Tools | None) -> RowPreview:
     if isinstance(data.row, BadRow):
         return RowPreview(data.place, [], [], data.row.reason)
     try:
-        prepared = prepared_for(args, model, data)
+        prepared = prepared_for(args, model, data, tools=tools)
     except UserError as error:
         return RowPreview(data.place, [], [], str(error).removeprefix(f"{data.source.locate(data.place)}: "))
     notes = [note.removesuffix(f" ({data.place})") for note in prepared.account.outcomes(args.length)]

@@ -69,7 +69,7 @@ from wgpu_lora.train.session.rollout_stream import RolloutStream, completion_bat
 from wgpu_lora.train.session.rollouts import Rollouts
 from wgpu_lora.train.session.session import Sampling, Session
 from wgpu_lora.train.session.tool_turns import ToolTurns
-from wgpu_lora.train.training_data import default_batches, read_rows, sources_of
+from wgpu_lora.train.training_data import default_batches, read_rows, sources_of, tools_of
 from wgpu_lora.weights.base_formats import AUTO
 
 LOCK = ".lock"
@@ -340,7 +340,8 @@ def prepare_run(
     args, subject = trainable_for(args, model, storage)
     if args.rounded_from and args.train == "quant-scales":
         open_unrounded_model(args, model.device, model.config)
-    prepared, heldout = read_rows(args, model, sources)
+    tools = tools_of(args)
+    prepared, heldout = read_rows(args, model, sources, tools=tools)
     cached = check_caches(args, model, prepared, heldout)
     teacher = live_teacher(args, model)
     rate = recorded_rate(args, storage)  # of a run that began under another default
@@ -351,7 +352,7 @@ def prepare_run(
     else:
         args, note = default_batches(args, group_lengths(prepared), weight, objective.rows_per_sample)
     stream = stream_of(prepared, args)
-    rollouts = rollouts_of(stream, model, heldout, storage)
+    rollouts = rollouts_of(stream, model, heldout, storage, tools)
     texts = {"length": length, "batches": note, "adapter": begins, "note": _reference_note(args, objective)}
     texts["rounding"] = _rounding_note(args, model.device.capabilities)
     notes = [f"{label}: {text}" for label, text in texts.items() if text] + _resume_notes(
@@ -370,7 +371,11 @@ def prepare_run(
 
 
 def rollouts_of(
-    stream: DataStream, model: LoadedModel, heldout: TokenizedData | None, storage: CheckpointStore = PLAIN_FILES
+    stream: DataStream,
+    model: LoadedModel,
+    heldout: TokenizedData | None,
+    storage: CheckpointStore = PLAIN_FILES,
+    tools: Tools | None = None,
 ) -> Rollouts | None:
     """What samples completions, if the objective does. Raises UserError if options or prompts do not suit it."""
     if not isinstance(stream, RolloutStream):
@@ -395,10 +400,10 @@ def rollouts_of(
                 f"model's {positions:,} positions: lower {flag('max_completion_length')} or {flag('max_length')}."
             )
     assert policy.reward_funcs
-    rewards = RewardFunctions(policy.reward_funcs, policy.reward_weights, policy.reward_timeout)
+    process = tools.process if tools else None
+    rewards = RewardFunctions(policy.reward_funcs, policy.reward_weights, policy.reward_timeout, process)
     turns = None
-    if policy.tools:
-        tools = Tools(policy.tools, policy.reward_timeout)
+    if tools:
         kwargs = stream.args.template_kwargs()
         turns = ToolTurns(tools, model.tokenizer, policy.max_tool_calling_iterations, kwargs)
     return Rollouts(stream, rewards, model.tokenizer, turns)

@@ -42,37 +42,50 @@ def read_rows(
     model: LoadedModel,
     sources: tuple[Source, Source | None],
     formats: RowFormats[Sample] | None = None,
+    tools: Tools | None = None,
 ) -> tuple[TokenizedData, TokenizedData | None]:
     """Training rows, and held-out rows if there are any.
 
     Args:
         formats: instead of those of the objective.
+        tools: see `tools_of`.
 
     Raises:
         UserError: rows cannot be read, or there are too few to hold some out.
     """
     training, held_out = sources
-    prepared = prepared_for(args, model, training, formats)
+    tools = tools or tools_of(args)
+    prepared = prepared_for(args, model, training, formats, tools)
     if args.validation_split is not None:
         return split_validation(prepared, args.validation_split, args.seed)
-    return prepared, prepared_for(args, model, held_out) if held_out else None
+    return prepared, prepared_for(args, model, held_out, tools=tools) if held_out else None
+
+
+def tools_of(args: TrainingArguments) -> Tools | None:
+    """The tools that completions may call, if the objective samples some. Raises UserError."""
+    return Tools(args.tools, args.reward_timeout) if args.tools and objective_of(args).samples else None
 
 
 def prepared_for(
-    args: TrainingArguments, model: LoadedModel | ModelFiles, source: Source, formats: RowFormats[Sample] | None = None
+    args: TrainingArguments,
+    model: LoadedModel | ModelFiles,
+    source: Source,
+    formats: RowFormats[Sample] | None = None,
+    tools: Tools | None = None,
 ) -> TokenizedData:
     """The samples that the objective trains on.
 
     Args:
         formats: instead of those of the objective.
+        tools: that prompts have.
 
     Raises:
         UserError: the rows cannot be read.
     """
     objective = objective_of(args)
     cut, variables = objective.cut(), args.template_kwargs()
-    if objective.samples and args.tools:
-        variables = {**variables, "tools": Tools(args.tools, args.reward_timeout).schemas}
+    if tools:
+        variables = {**variables, "tools": tools.schemas}
     prepared = tokenize_source(
         source,
         model.tokenizer,
