@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -70,11 +70,6 @@ class Service:
         self._stop_ids = frozenset(tokenizer.stop_ids)
         ids = {tokenizer.token_id(text) or -1: text for text in MARKERS}
         self._markers = {token: text for token, text in ids.items() if token in tokenizer.special_ids}
-
-    @cached_property
-    def _tool_format(self) -> ToolFormat:
-        """Found with the tokenizer, and so in `prepare` first. Raises UserError."""
-        return tool_format(self.tokenizer)
 
     async def prepare(self, act: Callable[..., Any], *arguments: Any) -> Any:
         """The result of a function that uses the tokenizer, which may take long."""
@@ -225,29 +220,31 @@ class Service:
     # -- the endpoints -------------------------------------------------------------------------------------------------
 
     async def chat(self, body: ChatRequest, raw: Mapping[str, Any]) -> Response:
-        prompt, source, parses = await self.prepare(self._prepare_chat, body, raw)
+        prompt, source, form = await self.prepare(self._prepare_chat, body, raw)
         answers = await self.answers(
             body,
             [prompt],
             source,
             body.max_completion_tokens or body.max_tokens,
             self.max_model_len,
-            self._markers if parses else {},
+            self._markers if form else {},
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
-        parsers = [ToolCallParser(self._tool_format) if parses else None for _ in answers]
+        parsers = [ToolCallParser(form) if form else None for _ in answers]
         return await self.respond(body, "chat.completion", answers, ChatFormat(self.vocabulary, parsers))
 
-    def _prepare_chat(self, body: ChatRequest, raw: Mapping[str, Any]) -> tuple[list[int], str | None, bool]:
-        """(token ids, what the answer must follow, whether it may call tools)"""
-        choice, tools = body.tool_choice or "auto", body.tools or []
+    def _prepare_chat(
+        self, body: ChatRequest, raw: Mapping[str, Any]
+    ) -> tuple[list[int], str | None, ToolFormat | None]:
+        """(token ids, what the answer must follow, how it calls tools, if it may)"""
+        choice, tools, form = body.tool_choice or "auto", body.tools or [], None
         if not tools and choice not in ("auto", "none"):
             raise RequestError("'tool_choice' asks for a tool, but there are no 'tools'.", param="tool_choice")
         if body.top_logprobs and not body.logprobs:
             raise RequestError("'top_logprobs' needs 'logprobs': set it to true.", param="top_logprobs")
         source = grammar_source(body)
         if tools:
-            form = self._tool_format  # also if none may be called: the template must print them
+            form = tool_format(self.tokenizer)  # also if none may be called: the template must print them
             if isinstance(choice, ToolName):
                 tools = [tool for tool in tools if tool.function.name == choice.function.name]
                 if not tools:
@@ -257,7 +254,7 @@ class Service:
                     raise RequestError("A forced call of a tool cannot follow another grammar: leave out one of them.")
                 parallel = choice == "required" and body.parallel_tool_calls is not False
                 source = call_grammar(form, tools, parallel, self.tokenizer)
-        return conversation_ids(self.tokenizer, body, raw), source, bool(tools) and choice != "none"
+        return conversation_ids(self.tokenizer, body, raw), source, form if choice != "none" else None
 
     async def complete(self, body: CompletionRequest, raw: Mapping[str, Any]) -> Response:
         value: Any = body.prompt
