@@ -130,6 +130,7 @@ OTHER_FORMS = {  # how they write a call; each has the words of a family above i
     "glm": "<tool_call>{{ c.function.name }}\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
     "qwen3.5": "<tool_call>\n<function={{ c.function.name }}>\n<parameter=x>1</parameter>\n</function>\n</tool_call>",
     "muse": '<invoke name="{{ c.function.name }}">"parameters" "name"</invoke>',
+    "text": '<tool_call>{"name": "{{ c.function.name }}", "arguments": "x = 1"}</tool_call>',
     "lost": '<tool_call>{"name": "{{ c.function.name }}", "arguments": {}}</tool_call>',
     "fails": "{{ raise_exception('no calls') }}",
 }

@@ -123,9 +123,9 @@ def trained_beside(adapter: Path) -> str | None:
 def rounding_note(base_dtype: str) -> str:
     """A sentence about the model that an adapter was merged into. base_dtype: see `trained_beside`."""
     return (
-        f"the adapter was trained beside weights in {base_dtype}, which the merged model has unrounded or, once it is "
-        f"quantised, rounded a second time: 'merge' and 'quantize' measure with {flag('eval_data')} what that costs, "
-        f"and {flag('adapter')} with {setting('base_dtype', base_dtype)} has none of it"
+        f"the adapter was trained beside weights in {base_dtype}; in the merged model they are unrounded, or decoded, "
+        f"and quantising it rounds them a second time: 'merge' and 'quantize' measure with {flag('eval_data')} what "
+        f"that costs, and {flag('adapter')} with {setting('base_dtype', base_dtype)} has none of it"
     )
 
 

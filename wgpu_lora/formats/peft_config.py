@@ -13,6 +13,7 @@ from annotated_types import Ge, Le, Lt
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.paths import is_path
+from wgpu_lora.text import escape_unprintable
 from wgpu_lora.typed_json import Check, read_as
 from wgpu_lora.untrusted_patterns import first_matches
 
@@ -104,7 +105,9 @@ def parse_config(d: Mapping[str, Any], where: str) -> AdapterConfig:
     known = {*AdapterConfig.__dataclass_fields__, *_CHECKED, *_HARMLESS}
     for name, value in d.items():
         if value and name not in known:
-            raise UserError(f"{name!s:.60} = {value!r:.100} in {where} is not supported: use a plain LoRA adapter.")
+            raise UserError(
+                f"{escape_unprintable(name):.60} = {value!r:.100} in {where} is not supported: use a plain LoRA adapter."
+            )
     # With PiSSA, OLoRA and similar, PEFT also changes the base weights when it loads the adapter.
     init = d.get("init_lora_weights", True)
     if isinstance(init, str) and init not in ("gaussian", "eva", "orthogonal"):
