@@ -105,9 +105,8 @@ def parse_config(d: Mapping[str, Any], where: str) -> AdapterConfig:
     known = {*AdapterConfig.__dataclass_fields__, *_CHECKED, *_HARMLESS}
     for name, value in d.items():
         if value and name not in known:
-            raise UserError(
-                f"{escape_unprintable(name):.60} = {value!r:.100} in {where} is not supported: use a plain LoRA adapter."
-            )
+            stated = f"{escape_unprintable(name):.60} = {value!r:.100}"
+            raise UserError(f"{stated} in {where} is not supported: use a plain LoRA adapter.")
     # With PiSSA, OLoRA and similar, PEFT also changes the base weights when it loads the adapter.
     init = d.get("init_lora_weights", True)
     if isinstance(init, str) and init not in ("gaussian", "eva", "orthogonal"):
