@@ -170,20 +170,14 @@ def test_schemas_of_either_form_in_functions_are_tools() -> None:
     assert normal(messages=chat("a", "b"), functions=[SCHEMA]).tools == [SCHEMA]
 
 
-def test_a_system_column_means_the_same_in_every_spelling_and_unused_columns_are_named(tmp_path: Path) -> None:
+def test_a_system_column_means_the_same_in_every_spelling_and_is_named_elsewhere(tmp_path: Path) -> None:
     for key, turn in SPELLINGS.items():
         messages = [turn(role, text, {}) for role, text in TURNS]
         example = normal(**{key.strip(): messages, "system": "Be kind."})
         assert example.messages[0] == {"role": "system", "content": "Be kind."}
         assert example.trained == {2, 4}
-    rows = [
-        {"prompt": "q", "completion": "a", "system": "s"},
-        {"instruction": "q", "output": "a", "history": [["a", "b"]]},
-        {"messages": chat("q", "a"), "mask": [1]},
-    ]
-    summary = prepared(write_jsonl(tmp_path / "a.jsonl", *rows)).summary()
-    for name, line in (("system", 1), ("history", 2), ("mask", 3)):
-        assert f"the column '{name}' is not used (line {line})" in summary
+    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "q", "completion": "a", "system": "s"})
+    assert "the column 'system' is not used (rows of messages use it) (line 1)" in prepared(path).summary()
 
 
 def test_fields_and_roles_of_turns_are_kept() -> None:

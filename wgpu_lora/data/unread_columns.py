@@ -1,0 +1,78 @@
+"""Columns of rows, and keys of messages, that nothing reads: which of them end a run, and which are named or harmless.
+
+A name is judged by its words, since other programs have many spellings of each (`loss_mask`, `lossMask`, `train_mask`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from wgpu_lora.data.json_values import kind_of
+
+_WORD = re.compile(r"[a-z]+|[A-Z]+(?![a-z])|[A-Z][a-z]*")
+_TRAINED = {"mask", "masks", "masked", "weight", "weights", "train", "trainable", "trained"}
+_MEDIA = {"image", "images", "video", "videos", "audio", "audios", "pixel", "picture", "pictures"}
+_LENGTHS = {"prompt_length", "prompt_len", "position_ids", "seq_lengths"}
+# Bookkeeping of rows: names that are it themselves, words at the end of a name, and words at its beginning.
+_HARMLESS = {
+    "idx", "index", "uid", "uuid", "hash", "url", "urls", "source", "sources", "dataset", "subset", "split", "model",
+    "generator", "lang", "language", "category", "categories", "topic", "domain", "tag", "tags", "task", "type",
+    "license", "meta", "metadata", "timestamp", "date", "time", "author", "version", "quality", "difficulty", "length",
+    "special_tokens_mask", "token_type_ids", "parallel_tool_calls", "",
+}  # fmt: skip
+_HARMLESS_ENDS = {"id", "idx", "index", "uuid", "hash", "url", "model", "score", "scores", "count", "rating", "source"}
+_HARMLESS_STARTS = {"id", "score", "scores", "num", "rating", "meta", "metadata", "created", "unnamed"}
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a column has no value: null, or an empty text, list or object."""
+    return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def is_harmless(name: str, value: Any = None) -> bool:
+    """Whether a column only keeps account of rows, so that nobody expects it to be trained on, or changes nothing."""
+    words = _words(name)
+    if name in _LENGTHS or ({*words} & _TRAINED and name not in _HARMLESS):
+        return _is_neutral(name, value)
+    return (
+        name.strip().lower() in _HARMLESS
+        or name.startswith("__")
+        or bool(words and (words[-1] in _HARMLESS_ENDS or words[0] in _HARMLESS_STARTS))
+    )
+
+
+def refusal(name: str, value: Any) -> str | None:
+    """Why a row with this column, which nothing reads, cannot be trained on as it is; None if it can.
+
+    A value that changes nothing, such as a weight of 1 or a mask of ones, is no reason.
+    """
+    words = {*_words(name)}
+    if words & _MEDIA:
+        return f"'{name:.80}' is not supported, since only text is trained on; remove it to train on the text alone"
+    if "history" in words:
+        return f"'{name:.80}' has earlier turns, which this format does not read; write all turns into 'messages'"
+    if (words & _TRAINED or name in _LENGTHS) and not is_harmless(name, value):
+        return (
+            f"'{name:.80}' is {kind_of(value)}, which may say what is trained on, but it is not read here; use "
+            "'weight' of messages or 'labels' of 'input_ids', or remove it"
+        )
+    return None
+
+
+def is_input(name: str) -> bool:
+    """Whether a column has a part of what a model is asked: images, videos, audio, earlier turns."""
+    return bool({*_words(name)} & {*_MEDIA, "history"})
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    if name == "position_ids":
+        return values == [*range(len(values))]
+    if name == "seq_lengths":
+        return len(values) == 1
+    return name not in _LENGTHS and all(type(item) in (bool, int, float) and item == 1 for item in values)
+
+
+def _words(name: str) -> list[str]:
+    return [word.lower() for word in _WORD.findall(name)]
