@@ -133,8 +133,8 @@ CALL_TURN, FUNCTIONS = {"from": "function_call", "value": json.dumps(OLDER)}, '[
 )  # fmt: skip
 def test_calls_and_schemas_of_every_spelling_become_tool_calls_and_tools(row: dict[str, Any]) -> None:
     example = normal(**row)
-    [*_, {"tool_calls": [call]}] = example.messages
-    call["function"]["arguments"] = {**arguments_of(call["function"]["arguments"])}  # may be text, which is rendered alike
+    [call] = example.messages[-1]["tool_calls"]
+    call["function"]["arguments"] = {**arguments_of(call["function"]["arguments"])}  # text is rendered alike
     assert example.messages == [*chat("a"), {"role": "assistant", "content": None, "tool_calls": [CALL]}]
     assert (example.tools, example.trained) == ([SCHEMA], {1})
     assert trained(row, with_template(TOOLS)) == ['<call>area({"w": 3})</call><|im_end|>']
