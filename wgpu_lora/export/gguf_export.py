@@ -125,7 +125,12 @@ def export_models(
             write_vocabulary(writer, vocabulary)
         write_tensors(writers, tensors)
     other_parts = merged.beside.specs()
-    notes = (*form.notes(config), *vocabulary.notes, *([note_of_skipped(other_parts)] if other_parts else []))
+    notes = (
+        *merged.notes,
+        *form.notes(config),
+        *vocabulary.notes,
+        *([note_of_skipped(other_parts)] if other_parts else []),
+    )
     result = {}
     for number, (kind, output) in enumerate(outputs.items()):
         tensor_bytes = sum(nbytes(shape, targets[number]) for shape, targets, _ in tensors.values())

@@ -23,6 +23,19 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _KEY = re.compile(
     r"base_model\.model\.([\w.]{1,400})\.(?:lora_([AB])\.weight|lora_(m)agnitude_vector(?:\.weight)?)", re.ASCII
 )
+# Tensors that PEFT writes for other options than LoRA of linear layers, by their names.
+_KINDS = {
+    r"lora_embedding_[AB]|trainable_tokens": "a part of an adapter of the embedding",
+    r"lora_[AB]\.bias|lora_bias": "a bias of a LoRA (lora_bias)",
+    r"embed_tokens|wte\b|word_embeddings": "a tensor of the embedding (modules_to_save)",
+    r"^(lm_head|embed_out)\b": "a tensor of the LM head (an adapter of lm_head, or modules_to_save)",
+    r"\b(score|classifier|v_head)\b": "the weights of a head for classification or rewards (modules_to_save)",
+    r"\.bias$": "a bias of the base that was trained (bias)",
+    r"norm": "the weights of a norm that was trained (modules_to_save)",
+    r"modules_to_save|original_module|base_layer": "the weights of a module that was trained whole (modules_to_save)",
+    r"hada_|lokr_|oft_|ia3_|vera_|boft_|prompt_|ranknum|lora_E": "a tensor of another kind of adapter than LoRA",
+}
+_HEAD = re.compile(r"(?:lm_head|embed_out|(?:model\.)?embed_tokens)$")
 PARTS = "ABM"  # of a module's adapter
 # By module, A [rank, in] and B [out, rank], and DoRA's magnitudes [out] behind them.
 Matrices = Mapping[str, tuple[np.ndarray, ...]]
@@ -100,10 +113,8 @@ def read_adapter(
     halves: dict[str, dict[str, np.ndarray]] = {}
     for name, entry in read_header(path, contents[WEIGHTS] if contents is not None else None).items():
         match = _KEY.fullmatch(name)
-        if not match:
-            raw = ".default." in name or name.endswith((".lora_a", ".lora_b"))
-            hint = " as PEFT saves it: write it with save_pretrained" if raw else ": use another adapter"
-            raise UserError(f"{path} holds {name}, which is not a LoRA factor of a module{hint}.")
+        if not match or _HEAD.match(match[1]):
+            raise UserError(f"{path} holds {name}, {_kind(name)}.")
         if entry.dtype not in SUPPORTED_DTYPES:
             supported = ", ".join(SUPPORTED_DTYPES)
             raise UserError(f"{name} in {path} has dtype {entry.dtype}: store the adapter as one of {supported}.")
@@ -121,6 +132,17 @@ def read_adapter(
         raise UserError(f"The rank_pattern and alpha_pattern in {where} cannot be used: {error}.") from None
     modules = sorted(halves, key=in_order)
     return config, {module: _pair(module, halves[module], config, path) for module in modules}
+
+
+def _kind(name: str) -> str:
+    """What a tensor is that is no factor of a supported module's LoRA, and what to do about it."""
+    if ".default." in name or name.endswith((".lora_a", ".lora_b")):
+        return "which is not a LoRA factor of a module as PEFT saves it: write it with save_pretrained"
+    module = name.removeprefix("base_model.model.")
+    for pattern, kind in _KINDS.items():
+        if re.search(pattern, module):
+            return f"{kind}, which is not supported: train the adapter without it"
+    return "which is not a LoRA factor of a module: use another adapter"
 
 
 def in_order(module: str) -> list[tuple[int, str]]:

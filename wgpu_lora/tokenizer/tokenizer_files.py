@@ -12,10 +12,27 @@ from wgpu_lora.formats.checkpoint_names import TEMPLATE, TOKENIZER
 from wgpu_lora.json_files import parse_object
 from wgpu_lora.paths import links_outside
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.tokenizer.tokenizer_settings import read_settings
 
 WHOLE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 MAX_BYTES = 256 << 20  # of all files; the largest vocabularies take 40 MB
 OF_OTHERS = "generation_config.json"  # belongs to a model, not to an adapter
+OWN_TOKENIZER = "{} has its own tokenizer or chat template, which is used instead of the model's"
+
+
+def adapter_tokenizer(base: Tokenizer, vocab_size: int, adapter: str | Path) -> Tokenizer:
+    """The tokenizer of an adapter for a model with `vocab_size` tokens and the tokenizer `base`; `base` if it is that.
+
+    Raises:
+        UserError: a file beside the adapter is invalid, or it has tokens that the model lacks.
+    """
+    result = base.for_adapter(Path(adapter))
+    if result is not base and result.vocab_size > max(vocab_size, base.vocab_size):
+        raise UserError(
+            f"The tokenizer in {adapter} has {result.vocab_size:,} tokens, but the model has {vocab_size:,}: adapters "
+            "with new tokens are not supported; use the model that it was trained on."
+        )
+    return result
 
 
 def write_tokenizer(directory: Path, model: Path, tokenizer: Tokenizer | None) -> None:
@@ -38,6 +55,20 @@ def write_tokenizer(directory: Path, model: Path, tokenizer: Tokenizer | None) -
         if not (directory / name).exists():
             (directory / name).parent.mkdir(exist_ok=True)
             write_bytes_atomic(directory / name, data)
+
+
+def copy_tokenizer(adapter: Path, directory: Path) -> None:
+    """Replace a written model's tokenizer and chat template by those beside an adapter, as far as these are there."""
+    files = _files_of(adapter)
+    kinds = [TOKENIZER] if WHOLE in files else []
+    if read_settings(adapter)["chat_templates"]:
+        kinds.append(TEMPLATE)
+    for path in [*directory.iterdir(), *(directory / "additional_chat_templates").glob("*.jinja")]:
+        if any(kind.fullmatch(path.relative_to(directory).as_posix()) for kind in kinds):
+            path.unlink()
+    for name, data in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(data)
 
 
 def tokenizer_files(model: Path, tokenizer: Tokenizer) -> dict[str, bytes]:
