@@ -15,14 +15,14 @@ _TRAINED = {"mask", "masks", "masked", "weight", "weights", "train", "trainable"
 _MEDIA = {"image", "images", "video", "videos", "audio", "audios", "pixel", "picture", "pictures"}
 _LENGTHS = {"prompt_length", "prompt_len", "position_ids", "seq_lengths"}
 # Bookkeeping of rows: names that are it themselves, words at the end of a name, and words at its beginning.
-_HARMLESS = {
+HARMLESS = {
     "idx", "index", "uid", "uuid", "hash", "url", "urls", "source", "sources", "dataset", "subset", "split", "model",
     "generator", "lang", "language", "category", "categories", "topic", "domain", "tag", "tags", "task", "type",
     "license", "meta", "metadata", "timestamp", "date", "time", "author", "version", "quality", "difficulty", "length",
     "special_tokens_mask", "token_type_ids", "parallel_tool_calls", "",
 }  # fmt: skip
-_HARMLESS_ENDS = {"id", "idx", "index", "uuid", "hash", "url", "model", "score", "scores", "count", "rating", "source"}
-_HARMLESS_STARTS = {"id", "score", "scores", "num", "rating", "meta", "metadata", "created", "unnamed"}
+HARMLESS_ENDS = {"id", "idx", "index", "uuid", "hash", "url", "model", "score", "scores", "count", "rating", "source"}
+HARMLESS_STARTS = {"id", "score", "scores", "num", "rating", "meta", "metadata", "created", "unnamed"}
 
 
 def is_empty(value: Any) -> bool:
@@ -33,12 +33,12 @@ def is_empty(value: Any) -> bool:
 def is_harmless(name: str, value: Any = None) -> bool:
     """Whether a column only keeps account of rows, so that nobody expects it to be trained on, or changes nothing."""
     words = _words(name)
-    if name in _LENGTHS or ({*words} & _TRAINED and name not in _HARMLESS):
+    if name in _LENGTHS or ({*words} & _TRAINED and name not in HARMLESS):
         return _is_neutral(name, value)
     return (
-        name.strip().lower() in _HARMLESS
+        name.strip().lower() in HARMLESS
         or name.startswith("__")
-        or bool(words and (words[-1] in _HARMLESS_ENDS or words[0] in _HARMLESS_STARTS))
+        or bool(words and (words[-1] in HARMLESS_ENDS or words[0] in HARMLESS_STARTS))
     )
 
 

@@ -198,7 +198,7 @@ def _other_fields(messages: Sequence[Message], tools: Schemas, render: Render, p
             if name not in _PLAIN and value is not None:
                 places.setdefault(name, i)
     omissions = set()
-    for name in list(places)[:_MOST]:
+    for name in list(places)[: 4 * _MOST]:
         without = [{key: value for key, value in message.items() if key != name} for message in messages]
         try:
             if render(without, tools) == plain:
