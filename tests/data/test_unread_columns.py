@@ -54,7 +54,7 @@ NAMED_ONLY: dict[str, Any] = {"explanation": "because", "thinking": "hm", "refus
 HARMLESS: dict[str, Any] = {
     "id": 3, "prompt_id": "x", "source": "web", "score": 0.5, "score_chosen": 8.0, "metadata": {"a": 1}, "lang": "en",
     "__index_level_0__": 4, "Unnamed: 0": 4, "conversation_id": "c", "num_turns": 2, "created_at": "2026", "url": "u",
-    "weight": 1, "train": True, "loss_mask": [1, 1, 1], "history": [], "images": [], "label": None, "context": "",
+    "weight": 1, "sample_weight": "1.0", "train": True, "loss_mask": [1, 1, 1], "history": [], "images": [], "label": None, "context": "",
 }  # fmt: skip
 
 

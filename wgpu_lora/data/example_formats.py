@@ -47,7 +47,7 @@ QUESTION = {
     "rename it to 'input' beside 'instruction' and 'output'"
 }
 _UNLABELLED = QUESTION | {
-    name: f"'{name}' says whether the answer is desirable; use the objective kto for such rows, or remove it"
+    name: f"'{name}' may say whether the answer is desirable; use the objective kto for such rows, or remove it"
     for name in ("label", "kto_tag")
 }
 

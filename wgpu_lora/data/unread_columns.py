@@ -13,6 +13,7 @@ from wgpu_lora.data.json_values import kind_of
 _WORD = re.compile(r"[a-z]+|[A-Z]+(?![a-z])|[A-Z][a-z]*")
 _TRAINED = {"mask", "masks", "masked", "weight", "weights", "train", "trainable", "trained"}
 _MEDIA = {"image", "images", "video", "videos", "audio", "audios", "pixel", "picture", "pictures"}
+_ONES = ("1", "1.0", "true")  # cells of CSV files
 _LENGTHS = {"prompt_length", "prompt_len", "position_ids", "seq_lengths"}
 # Bookkeeping of rows: names that are it themselves, words at the end of a name, and words at its beginning.
 HARMLESS = {
@@ -67,6 +68,7 @@ def is_input(name: str) -> bool:
 
 def _is_neutral(name: str, value: Any) -> bool:
     values = value if isinstance(value, list) else [value]
+    values = [1 if isinstance(item, str) and item.strip().lower() in _ONES else item for item in values]
     if name == "position_ids":
         return values == [*range(len(values))]
     if name == "seq_lengths":
