@@ -20,7 +20,7 @@ HARMLESS = {
     "idx", "index", "uid", "uuid", "hash", "url", "urls", "source", "sources", "dataset", "subset", "split", "model",
     "generator", "lang", "language", "category", "categories", "topic", "domain", "tag", "tags", "task", "type",
     "license", "meta", "metadata", "timestamp", "date", "time", "author", "version", "quality", "difficulty", "length",
-    "special_tokens_mask", "token_type_ids", "parallel_tool_calls", "",
+    "special_tokens_mask", "token_type_ids", "parallel_tool_calls", "name", "check", "steps", "",
 }  # fmt: skip
 HARMLESS_ENDS = {"id", "idx", "index", "uuid", "hash", "url", "model", "score", "scores", "count", "rating", "source"}
 HARMLESS_STARTS = {"id", "score", "scores", "num", "rating", "meta", "metadata", "created", "unnamed"}
