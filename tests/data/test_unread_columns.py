@@ -268,3 +268,11 @@ def test_a_field_of_openais_input_that_is_not_read_is_refused() -> None:
     row = {**PREFERENCES["OpenAI"][1]}
     row["input"] = {**row["input"], "loss_weight": 2}
     assert "'input' has 'loss_weight', which is not read" in str(outcome(PAIRS, row))
+
+
+def test_advice_about_nested_rows_ends_at_once() -> None:
+    """Rows within rows are tried once each, however many formats they might have."""
+    row: Any = {"question": "a", "answer": "b"}
+    for _ in range(40):
+        row = {"question": [row] * 4, "answer": [row] * 4}
+    assert isinstance(outcome(formats_of(OBJECTIVES["sft"]()), row), str)

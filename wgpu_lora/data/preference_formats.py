@@ -110,7 +110,7 @@ def _alpaca_pair(row: Fields) -> Sample:
 
 def _openai(row: Fields) -> Sample:
     """A row of OpenAI's preference fine-tuning, whose column `input` has the fields of a conversation."""
-    fields = Fields(row["input"], _OPENAI_INPUT, RowFormats((_OPENAI_INPUT,)))
+    fields = Fields(row["input"], _OPENAI_INPUT)
     sample = _pair_behind(fields, fields["messages"], row["preferred_output"], row["non_preferred_output"])
     if unread := [name for name in fields.unread if not is_harmless(name)]:
         raise UserError(

@@ -48,17 +48,19 @@ class Fields:
     """The fields of a row in one format. They are checked when they are read.
 
     columns: the row itself. unread: names of columns that have a value and that nothing has read yet.
+    formats: those that errors give advice about; by default, they give none.
     """
 
-    def __init__(self, columns: Row, form: RowFormat[Any], formats: RowFormats[Any]):
+    def __init__(self, columns: Row, form: RowFormat[Any], formats: RowFormats[Any] | None = None):
         self.columns, self._form, self._formats = columns, form, formats
         self.unread = {name for name, value in columns.items() if not is_empty(value)}
 
     def advice(self) -> str | None:
         """How to name the row's columns, so that another format reads all of them; None without a guess."""
-        return renaming(
-            self.columns, self._formats.formats, lambda row: set(row) != set(self.columns) and self._formats.reads(row)
-        )
+        formats = self._formats
+        if formats is None:
+            return None
+        return renaming(self.columns, formats.formats, lambda row: {*row} != {*self.columns} and formats.reads(row))
 
     def keep(self, but: Callable[[str], bool] = lambda name: False) -> dict[str, Any]:
         """All columns, which are kept as they are, so that they are used; but: whether one is not used by that."""
@@ -76,7 +78,7 @@ class Fields:
             return kind.check(value, name)
         except UserError as error:
             of_objects = isinstance(value, list) and value and isinstance(value[0], dict)
-            advice = self._formats.advice(self.columns) if kind.is_text and not of_objects else None
+            advice = self._formats.advice(self.columns) if self._formats and kind.is_text and not of_objects else None
             if not advice:
                 raise
             raise UserError(f"{str(error).removesuffix('.')}; {advice}.") from error
@@ -124,21 +126,26 @@ class RowFormats(Generic[T]):
         form = self._of(row)
         if form is None:
             keys = ", ".join(repr(key[:80]) for key in list(row)[:12]) or "none"
-            raise UserError(_with(f"the row fits no format: its keys are {keys}, but {self._requirements}",
-                                  self.advice(row)))  # fmt: skip
-        fields = Fields(row, form, self)
+            text = f"the row fits no format: its keys are {keys}, but {self._requirements}"
+            advice = self.advice(row)
+            raise UserError(f"{text}{f'; {advice}' if advice else ''}.")
         try:
-            result = form.convert(fields)
+            result, unread = self._converted(row, form, Fields(row, form, self))
         except UserError as error:
             advice = self.shape_advice(row)
             if not advice or advice in str(error):
                 raise
-            raise UserError(_with(str(error).removesuffix("."), advice)) from error
+            raise UserError(f"{str(error).removesuffix('.')}; {advice}.") from error
+        return result, [self._unused(name) for name in unread if not is_harmless(name, row[name])]
+
+    def _converted(self, row: Row, form: RowFormat[T], fields: Fields) -> tuple[T, list[str]]:
+        """What a row is, and the columns that nothing reads. Raises UserError."""
+        result = form.convert(fields)
         unread = [name for name in row if name in fields.unread]
         for name in unread:
             if wrong := form.refused.get(name) or refusal(name, row[name]):
                 raise UserError(f"{wrong}.")
-        return result, [self._unused(name) for name in unread if not is_harmless(name, row[name])]
+        return result, unread
 
     def _unused(self, name: str) -> str:
         """A note about a column that is not used, with what would use it."""
@@ -179,8 +186,11 @@ class RowFormats(Generic[T]):
 
     def reads(self, row: Row) -> bool:
         """Whether a row can be read without leaving out a text, or anything else that is not mere bookkeeping."""
+        form = self._of(row)
+        if form is None:
+            return False
         try:
-            self.read(row)
+            self._converted(row, form, Fields(row, form))
         except UserError:
             return False
         return not self._leftover(row)
@@ -284,8 +294,3 @@ def _renamed(lower: dict[str, str], form: RowFormat[Any], names: Collection[str]
         elif key in form.required:
             return {}
     return {name: key for name, key in result.items() if name != key}
-
-
-def _with(text: str, advice: str | None) -> str:
-    """A sentence, with advice at its end if there is any."""
-    return f"{text}{f'; {advice}' if advice else ''}."
