@@ -250,7 +250,7 @@ NO_SYSTEM = (
         (TOOLS, [{**ASSISTANT, "tool_calls": [CALL]}], set(), 0, ['answer<call>area({"w": 3})</call><|im_end|>']),
         (TEXT_OR_CALLS, [{**ASSISTANT, "tool_calls": [CALL]}, *RESULT], {"'tool_calls'"}, 1, ["It is 9.<|im_end|>"]),
         (FIRST_CALL, [{**CALLING, "tool_calls": [CALL, CALL]}, *RESULT], {"'tool_calls'"}, 1, ["It is 9.<|im_end|>"]),
-        (TOOLS, [{**ASSISTANT, "mask": True, "name": "Ann"}], {"'name'", "'mask'"}, 0, ["answer<|im_end|>"]),
+        (TOOLS, [{**ASSISTANT, "mood": True, "name": "Ann"}], {"'name'", "'mood'"}, 0, ["answer<|im_end|>"]),
         (NO_SYSTEM, [ASSISTANT], {"content of the role 'system'", "'tools'"}, 0, None),
         (THINKING, [REASONED, *chat("x", "y")], set(), 0, None),
     ],

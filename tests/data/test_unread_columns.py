@@ -47,14 +47,16 @@ FORMATS = [
 MEANINGFUL: dict[str, Any] = {
     "loss_mask": [0, 1, 1], "assistant_masks": [0, 0, 1], "completion_mask": [0, 1, 1], "lossMask": [0, 1, 1],
     "train_mask": [0, 1], "mask": [1, 0], "weight": 0.5, "weights": [1, 0], "sample_weight": 0.2, "loss_weight": 2,
-    "train": False, "trainable": 0, "prompt_length": 1, "images": ["a.png"], "image": {"bytes": "x"}, "videos": ["v"],
+    "train": False, "trainable": 0, "train_on_inputs": True, "mask_prompt": 1, "masked": True, "mask_history": False,
+    "prompt_length": 1, "images": ["a.png"], "image": {"bytes": "x"}, "videos": ["v"],
     "audio": "a.wav", "position_ids": [0, 1, 0], "seq_lengths": [1, 2], "history": [["q", "a"]],
 }  # fmt: skip
 NAMED_ONLY: dict[str, Any] = {"explanation": "because", "thinking": "hm", "refusal": "no", "persona": {"name": "Ann"}}
 HARMLESS: dict[str, Any] = {
     "id": 3, "prompt_id": "x", "source": "web", "score": 0.5, "score_chosen": 8.0, "metadata": {"a": 1}, "lang": "en",
     "__index_level_0__": 4, "Unnamed: 0": 4, "conversation_id": "c", "num_turns": 2, "created_at": "2026", "url": "u",
-    "weight": 1, "sample_weight": "1.0", "train": True, "loss_mask": [1, 1, 1], "history": [], "images": [], "label": None, "context": "",
+    "weight": 1, "sample_weight": "1.0", "train": True, "masked": 0, "train_split": "a",
+    "loss_mask": [1, 1, 1], "history": [], "images": [], "label": None, "context": "",
 }  # fmt: skip
 
 
@@ -100,6 +102,7 @@ def test_labels_and_contexts_beside_an_answer_end_the_run(name: str, column: str
     ("columns", "trained"),
     [
         ({"loss_mask": [0, 1, 1]}, [-100, 2, 3]),
+        ({"loss_mask": [False, True, True]}, [-100, 2, 3]),
         ({"completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}, [-100, 2, -100]),
         ({"prompt_length": 2}, [-100, -100, 3]),
         ({"labels": [-100, 9, 3], "loss_mask": [1, 1, 0]}, [-100, 9, -100]),
@@ -154,6 +157,8 @@ def test_prompts_keep_columns_for_rewards() -> None:
     ("message", "words"),
     [
         ({"loss_weight": 0.5}, "'loss_weight' is a number"),
+        ({"training_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, "'training_detail' is a list"),
+        ({"masked": True}, "'masked' is a boolean"),
         ({"loss_mask": 0, "weight": 1}, "contradict each other"),
         ({"images": ["a.png"]}, "'images' is not supported"),
         ({"content": [{"type": "text", "text": "a", "weight": 0}]}, "a content part with 'weight'"),

@@ -67,6 +67,13 @@ def _integers(value: Any, name: str, minimum: int) -> list[int]:
     return result
 
 
+def _mask(value: Any, name: str) -> list[int]:
+    result = _list(value, name)
+    if not isinstance(result, list) or not all(isinstance(item, int | float) and item in (0, 1) for item in result):
+        raise UserError(f"'{name}' must be a list of 1 for tokens that are trained on, and 0 for others.")
+    return [int(item) for item in result]
+
+
 def _number(value: Any, name: str) -> float:
     try:
         result = float(value) if type(value) in (int, float, str) else None
@@ -125,6 +132,7 @@ MESSAGES = ColumnType(_messages)  # objects with role and content, or with from 
 ANSWER = ColumnType(_answer)
 TURNS = ColumnType(_turns)
 TOKENS = ColumnType(partial(_integers, minimum=0))
+MASK = ColumnType(_mask)  # a list of 0 and 1
 COUNT = ColumnType(_count)
 LABELS = ColumnType(partial(_integers, minimum=-100))
 NUMBER = ColumnType(_number)

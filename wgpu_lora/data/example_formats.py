@@ -24,6 +24,7 @@ from wgpu_lora.data.column_types import (
     COUNT,
     FUNCTIONS,
     LABELS,
+    MASK,
     MESSAGES,
     OBJECT,
     TEXT,
@@ -120,9 +121,6 @@ def _tokens(row: Fields) -> Tokens:
     for name, values in {"labels": labels, **masks}.items():
         if len(values) != len(ids):
             raise UserError(f"'{name}' has {len(values)} entries, but 'input_ids' has {len(ids)}; give one per token.")
-    for name, values in masks.items():
-        if max(values, default=0) > 1:
-            raise UserError(f"'{name}' must be 1 for tokens that are trained on, and 0 for others.")
     if any(-100 < label < 0 for label in labels):
         raise UserError("'labels' has a negative entry other than -100, which marks tokens that are not trained on.")
     if mask is not None and mask != [1] * len(ids):
@@ -141,7 +139,7 @@ EXAMPLES = RowFormats(
         RowFormat(
             {"input_ids": TOKENS},
             _single(_tokens),
-            {"labels": LABELS, "attention_mask": TOKENS, "prompt_length": COUNT, **dict.fromkeys(TOKEN_MASKS, TOKENS)},
+            {"labels": LABELS, "attention_mask": TOKENS, "prompt_length": COUNT, **dict.fromkeys(TOKEN_MASKS, MASK)},
         ),
         *(
             RowFormat(

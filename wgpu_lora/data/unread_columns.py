@@ -11,9 +11,10 @@ from typing import Any
 from wgpu_lora.data.json_values import kind_of
 
 _WORD = re.compile(r"[a-z]+|[A-Z]+(?![a-z])|[A-Z][a-z]*")
-_TRAINED = {"mask", "masks", "masked", "weight", "weights", "train", "trainable", "trained"}
+_TRAINED = {"mask", "masks", "masked", "weight", "weights", "train", "trainable", "trained", "training"}
 _MEDIA = {"image", "images", "video", "videos", "audio", "audios", "pixel", "picture", "pictures"}
-_ONES = ("1", "1.0", "true")  # cells of CSV files
+_FLAGS = ("train", "training", "trainable", "trained", "train_on_turn", "masked")
+_SPELLINGS = {"0": ("0", "0.0", "false"), "1": ("1", "1.0", "true")}  # also as cells of CSV files
 _LENGTHS = {"prompt_length", "prompt_len", "position_ids", "seq_lengths"}
 # Bookkeeping of rows: names that are it themselves, words at the end of a name, and words at its beginning.
 HARMLESS = {
@@ -22,7 +23,9 @@ HARMLESS = {
     "license", "meta", "metadata", "timestamp", "date", "time", "author", "version", "quality", "difficulty", "length",
     "special_tokens_mask", "token_type_ids", "parallel_tool_calls", "name", "check", "steps", "",
 }  # fmt: skip
-HARMLESS_ENDS = {"id", "idx", "index", "uuid", "hash", "url", "model", "score", "scores", "count", "rating", "source"}
+HARMLESS_ENDS = {
+    "id", "idx", "index", "uuid", "hash", "url", "model", "score", "scores", "count", "rating", "source", "split",
+}  # fmt: skip
 HARMLESS_STARTS = {"id", "score", "scores", "num", "rating", "meta", "metadata", "created", "unnamed"}
 
 
@@ -34,13 +37,11 @@ def is_empty(value: Any) -> bool:
 def is_harmless(name: str, value: Any = None) -> bool:
     """Whether a column only keeps account of rows, so that nobody expects it to be trained on, or changes nothing."""
     words = _words(name)
-    if name in _LENGTHS or ({*words} & _TRAINED and name not in HARMLESS):
-        return _is_neutral(name, value)
-    return (
-        name.strip().lower() in HARMLESS
-        or name.startswith("__")
-        or bool(words and (words[-1] in HARMLESS_ENDS or words[0] in HARMLESS_STARTS))
-    )
+    if name.strip().lower() in HARMLESS or name.startswith("__") or (words and words[-1] in HARMLESS_ENDS):
+        return True
+    if name in _LENGTHS or {*words} & _TRAINED:
+        return _is_neutral(name, words, value)
+    return bool(words) and words[0] in HARMLESS_STARTS
 
 
 def refusal(name: str, value: Any) -> str | None:
@@ -66,14 +67,18 @@ def is_input(name: str) -> bool:
     return bool({*_words(name)} & {*_MEDIA, "history"})
 
 
-def _is_neutral(name: str, value: Any) -> bool:
+def _is_neutral(name: str, words: list[str], value: Any) -> bool:
+    """Whether a mask has no zeros, a weight is 1, a turn is trained on: what is so without the column, too."""
     values = value if isinstance(value, list) else [value]
-    values = [1 if isinstance(item, str) and item.strip().lower() in _ONES else item for item in values]
     if name == "position_ids":
         return values == [*range(len(values))]
     if name == "seq_lengths":
         return len(values) == 1
-    return name not in _LENGTHS and all(type(item) in (bool, int, float) and item == 1 for item in values)
+    if words[-1:] in (["mask"], ["masks"]) and not isinstance(value, list):
+        return False  # whether 1 hides or shows is not known
+    expected = "0" if "masked" in words else "1"
+    states = words[-1:] in (["mask"], ["masks"], ["weight"], ["weights"]) or name in _FLAGS
+    return states and all(str(item).strip().lower() in _SPELLINGS[expected] for item in values)
 
 
 def _words(name: str) -> list[str]:
