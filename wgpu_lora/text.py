@@ -18,6 +18,12 @@ def join_words(items: Sequence[object], extra: int = 0, limit: int | None = None
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
+def common_prefix(first: str, second: str) -> str:
+    """What two texts begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return first[: next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))]
+
+
 def percent(value: float) -> str:
     """Per cent, with a digit more where there would be one alone."""
     return f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"

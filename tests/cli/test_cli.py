@@ -308,6 +308,8 @@ def test_speed_is_that_of_training_alone(monkeypatch: pytest.MonkeyPatch, capsys
     assert lines[1].endswith(" 200 trained, 400 processed tokens/s  1:37 min left")
     assert " 200 trained, 400 processed tokens/s  " in lines[2]
     assert " 1,050 trained, 2,100 processed tokens/s  " in lines[-1]  # of the last ten steps
+    assert command.training_steps([(0, 0.1), (5, 2.0), (5, 4.0)]) == [2.0, 4.0]  # which the time left is of
+    assert command.training_steps([(0, 0.1)]) == [0.1]
 
 
 def test_a_run_that_is_not_finite_fails(run: Run, tmp_path: Path, data: Path):

@@ -106,6 +106,34 @@ def test_companions_come_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("record", "base_dtype"),
+    [
+        ("run.json", "nf4"), ("metadata.json", "nf4"), ("run.json", "bf16"), ("run.json", "none"),
+        ("run.json", ["nf4"]), (None, None),
+    ],
+)  # fmt: skip
+def test_what_rounding_costs_is_said(
+    device: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str], record: str | None, base_dtype: object
+) -> None:
+    """Of an adapter that was trained beside rounded weights, by its records: once it is merged, and if that is then
+    quantised."""
+    adapter = save_golden_adapter("qwen2", tmp_path / "adapter")
+    if record:
+        (adapter / record).write_text(json.dumps({"options": {"base_dtype": base_dtype}}))
+    assert main(["merge", *flags(adapter=adapter, model=source("qwen2"), output=tmp_path / "m")]) == 0
+    merging = capsys.readouterr().out
+    quantising = ""
+    if record != "metadata.json":
+        assert main(["quantize", *flags(model=tmp_path / "m", output=tmp_path / "q", scheme="nf4")]) == 0
+        quantising = capsys.readouterr().out
+    says = "the adapter was trained beside weights in nf4"
+    assert (says in merging, says in quantising) == (base_dtype == "nf4", base_dtype == "nf4" and record == "run.json")
+    assert json.loads((tmp_path / "m" / "config.json").read_text()).get("adapter_base_dtype") == (
+        "nf4" if base_dtype == "nf4" else None
+    )
+
+
+@pytest.mark.parametrize(
     ("model", "scale", "dtype", "message"),
     [
         ("llama", 1.0, "f32", "does not fit"),

@@ -124,6 +124,7 @@ def test_kinds_of_target_modules(targets):
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"bias": "all"}, "bias = 'all'"),
+        ({"lora_of_tomorrow": {"depth": 2}}, r"lora_of_tomorrow = {'depth': 2} in x is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
         ({"target_modules": None}, "'target_modules' must be a list or text, not null"),
         ({"rank_pattern": [1]}, r"'rank_pattern' must be an object, not \[1\]"),
@@ -142,6 +143,22 @@ def test_kinds_of_target_modules(targets):
 def test_refused_configs(changes, message):
     with pytest.raises(UserError, match=message):
         parse_config({**RAW, **changes}, "x")
+
+
+def test_fields_that_change_nothing():
+    """What is off or empty, whatever its name, and what only says how an adapter was made."""
+    off = {"lora_of_tomorrow": False, "other": None, "third": {}, "fourth": [], "fifth": ""}
+    written = {"task_type": "CAUSAL_LM", "peft_version": "0.21.2", "megatron_core": "megatron.core", "revision": "main"}
+    assert parse_config({**RAW, **off, **written}, "x") == parse_config(RAW, "x")
+
+
+@pytest.mark.reference
+def test_what_peft_writes_by_default_is_read():
+    from peft import LoraConfig
+
+    written = LoraConfig(r=4, lora_alpha=8, target_modules=RAW["target_modules"]).to_dict()
+    written |= {"peft_type": "LORA", "target_modules": RAW["target_modules"]}
+    assert parse_config(written, "x") == parse_config(RAW, "x")
 
 
 GOOD, FIRST = tensors(), tensor_name(path_of(0, "q_proj"), "A")

@@ -12,7 +12,7 @@ import pytest
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.rewards.builtin_rewards import BUILT_IN
-from wgpu_lora.rewards.reward_functions import RewardFunctions
+from wgpu_lora.rewards.reward_functions import RewardFunctions, Rewards
 
 CODE = """
 import asyncio, os, time
@@ -33,6 +33,25 @@ def slow(completions, **columns):
 def dead(completions, **columns):
     os._exit(3)
 number = 5
+calls, loops = [], []
+async def looped(completions, **columns):
+    loops.append(asyncio.get_running_loop())
+    calls.append(len(completions))
+    return [len(set(loops))] * len(completions)
+def counted(completions, **columns):
+    return [sum(calls)] * len(completions)
+def logged(completions, trainer_state, log_metric, log_extra, **columns):
+    for text in completions:
+        log_metric("words", len(text.split()))
+    log_extra("first", [text[:1] for text in completions])
+    return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+def plain(completions, prompts, completion_ids, prompt=None, target=None):
+    return [0.0] * len(completions)
+def step(completions, log_metric, **columns):
+    log_metric("step", 1)
+def few(completions, log_extra, **columns):
+    log_extra("a", [])
+    return [0.0] * len(completions)
 """
 COLUMNS: list[dict[str, Any]] = [{"prompt": "p", "target": "ab"}, {"prompt": "q"}]
 
@@ -68,6 +87,53 @@ def test_a_function_that_fails_costs_its_rows(file: Path) -> None:
     assert rewards.reasons["short"] == "it gave 1 reward for 2 completions"
     assert rewards.reasons["slow"] == "it took more than 1.5 seconds"
     assert rewards.reasons["dead"] == "it ended with exit code 3"
+
+
+def scored(functions: RewardFunctions) -> Rewards:
+    return functions.score(["p", "q"], ["a b", "c"], [[1], [2]], COLUMNS, {"global_step": 1, "max_steps": 4})
+
+
+def test_functions_share_a_loop_and_their_file(file: Path) -> None:
+    """Coroutines of all calls run in one event loop, and all functions of a file see one module."""
+    functions = RewardFunctions(f"{file}:looped,{file}:counted")
+    for calls in (1, 2):
+        np.testing.assert_array_equal(scored(functions).values, [[1, 2 * calls]] * 2)
+    functions.close()
+
+
+def test_functions_may_log_as_in_trl(file: Path) -> None:
+    """They get the trainer's state, and log metrics and columns of completions; those that take none of it need not."""
+    functions = RewardFunctions(",".join(f"{file}:{name}" for name in ("logged", "plain", "step", "few")))
+    rewards = scored(functions)
+    np.testing.assert_array_equal(rewards.values[:, :2], [[0.25, 0]] * 2)
+    assert (rewards.metrics, rewards.extra) == ({"words": 1.5}, {"first": ["a", "c"]})
+    assert "a name of the log's own" in rewards.reasons["step"]
+    assert "log_extra was given 0 values of 'a' for 2 completions" in rewards.reasons["few"]
+    functions.close()
+
+
+def test_a_traceback_is_shown_once(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    functions = RewardFunctions(f"{file}:broken,{file}:short")
+    for _ in range(2):
+        assert scored(functions).failed == {"broken": 2, "short": 2}
+    functions.close()
+    error = capfd.readouterr().err
+    assert error.count("Traceback") == error.count('raise KeyError("missing column")') == 1
+
+
+def test_an_answer_that_nobody_waited_for_is_not_the_next_ones(file: Path) -> None:
+    functions = RewardFunctions(f"{file}:lengths")
+    assert scored(functions).values.tolist() == [[3], [1]]
+    child = functions._process._child
+    assert child
+    child.send({"function": f"{file}:lengths", "arguments": {"completions": []}, "state": {}, "number": 0})
+    assert scored(functions).values.tolist() == [[3], [1]]
+    functions.close()
+
+
+def test_a_pattern_may_have_commas() -> None:
+    functions = RewardFunctions("length:4, regex:a{1,3}, [b,c]$,accuracy:x", "1,2,3")
+    assert functions.functions == ["length:4", "regex:a{1,3}, [b,c]$", "accuracy:x"]
 
 
 def test_wrong_names_are_refused(file: Path, tmp_path: Path) -> None:

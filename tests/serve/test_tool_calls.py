@@ -11,7 +11,7 @@ from openai import BadRequestError
 from support.serving import FakeEngine, demo_tokenizer, serving
 from support.tool_templates import TEMPLATES, TURNS
 
-from wgpu_lora.infer.tool_calls import HERMES, LLAMA, MISTRAL, ToolCallParser, ToolFormat
+from wgpu_lora.infer.tool_calls import CALLS, HERMES, LLAMA, MISTRAL, ToolCallParser, ToolFormat
 
 ASK: list[Any] = [{"role": "user", "content": "How warm is it in Oslo?"}]
 WEATHER: Any = {
@@ -42,6 +42,15 @@ CASES: list[tuple[ToolFormat, str, str, Calls]] = [
     (MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}', "", [("weather", {"city": "Oslo"})]),
     (MISTRAL, '[TOOL_CALLS]a[ARGS]{}[TOOL_CALLS]b[ARGS]{"x": 1}', "", [("a", {}), ("b", {"x": 1})]),
     (MISTRAL, "[TOOL", "[TOOL", []),
+    (MISTRAL, "[TOOL_CALLS]a[ARGS][TOOL_CALLS]b[CALL_ID]12345[ARGS]null", "", [("a", {}), ("b", {})]),
+    *[
+        (form, begin + json.dumps({"name": "a", **call}) + end, "", [("a", arguments)])
+        for form, begin, end in ((HERMES, "<tool_call>", "</tool_call>"), (MISTRAL, CALLS, ""), (LLAMA, "", ""))
+        for call, arguments in [
+            ({"arguments": {"x": 1}}, {"x": 1}), ({"parameters": {"x": 1}}, {"x": 1}), ({"arguments": None}, {}),
+            ({"arguments": " ", "parameters": {"x": 1}}, {"x": 1}), ({"parameters": ""}, {}), ({}, {}),
+        ]
+    ],
     (LLAMA, '{"name": "weather", "parameters": {"city": "Oslo"}}', "", [("weather", {"city": "Oslo"})]),
     (LLAMA, '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', "",
      [("a", {}), ("b", {})]),

@@ -23,9 +23,11 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, Events
 from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.first_run import differences, read_tensors
 from wgpu_lora.models.adapter_set import AdapterSet
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.ops.loss import rest_gradient
 from wgpu_lora.ops.sparse_logits import LOWEST
 from wgpu_lora.train.adapter_tasks import AdapterTask
 from wgpu_lora.train.finetune import Job, prepare_job
@@ -230,6 +232,20 @@ def test_beside_other_adapters(device: Device, tmp_path: Path) -> None:
     prepare_pipeline(shared, tasks).train()
     for name in own:
         assert_close_adapters(tmp_path / f"together-{name}", tmp_path / name / "run", 1e-5)
+
+
+def test_tails_are_as_long_as_batches(device: Device, tmp_path: Path) -> None:
+    """Also where its rows do not fill tensors to their alignment: the reference of what reads them takes their sizes,
+    as it must where a device checks this kernel in a first run."""
+    session = started(job(tmp_path / "a", teacher=str(model_dir("qwen2")), teacher_top_k=4)).session
+    [batch] = [batch for batch in session.steps.values() if batch.tokens == 16]
+    batch.program.build(session.arena, session.choices)
+    steps = [step for step in batch.program.dispatches if step.kernel is rest_gradient]
+    for step in steps:
+        values = read_tensors(device, step.present, step.tensors)
+        assert len(list(differences(step.kernel, step.constants, values, values))) == 1
+    assert steps
+    session.close()
 
 
 def test_it_is_evaluated(device: Device, tmp_path: Path) -> None:

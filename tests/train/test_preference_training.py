@@ -17,11 +17,13 @@ from support.shared_runs import assert_close_adapters, assert_resumes_exactly, e
 from support.sources import write_source
 from support.training import golden_arguments, model_dir
 
+from wgpu_lora.api.evaluation import evaluate
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.data.tokenized_data import Cut
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.adapter_tasks import AdapterTask
 from wgpu_lora.train.finetune import Job, prepare_job
 from wgpu_lora.train.objectives import cpo, dpo, kto, objective_of, orpo, preference
@@ -262,6 +264,43 @@ def test_a_prompt_is_mismatched_with_another_answer(tmp_path: Path) -> None:
     for segment, (prompt, answer) in zip(kl_rows, expected, strict=True):
         assert segment.input_ids.tolist() == prompt + answer
         assert segment.labels.tolist() == [-100] * 3 + answer
+
+
+@pytest.mark.parametrize("heldout", [False, True])
+def test_the_kl_term_of_mismatched_rows_longer_than_all_others(device: Device, tmp_path: Path, heldout: bool) -> None:
+    """A long prompt with a short answer and a short prompt with a long one give a mismatched row longer than either;
+    its log-ratio is that of the same tokens as a row of their own."""
+    rng = np.random.default_rng(0)
+    rows = [
+        {"prompt_ids": rng.integers(0, 301, a).tolist(), "completion_ids": rng.integers(0, 301, b).tolist(), "label": i}
+        for i, (a, b) in enumerate([(20, 2), (2, 20)])
+    ]
+    adapter = save_golden_adapter("qwen2", tmp_path / "adapter", 8.0)
+    data = str(write_source(tmp_path / "labelled.jsonl", rows))
+    short = str(write_source(tmp_path / "short.jsonl", [rows[0] | {"prompt_ids": [1]}] * 2))
+    run = job(
+        tmp_path / "a", objective="kto", data=short if heldout else data, eval_data=data if heldout else None,
+        max_steps=1, max_length=64, init_adapter=str(adapter),
+    )  # fmt: skip
+    run.train()
+    line = read_log(tmp_path / "a" / "run" / LOG)[0]
+    swapped = [
+        {
+            "input_ids": row["prompt_ids"] + other["completion_ids"],
+            "labels": [-100] * len(row["prompt_ids"]) + other["completion_ids"],
+        }
+        for row, other in zip(rows, rows[::-1], strict=True)
+    ]
+
+    model = open_model(str(model_dir("qwen2")), device, "f32")
+
+    def logprob(adapter: Path | None) -> float:
+        result = evaluate(model, swapped, adapter=adapter, max_length=64, run_log=False)
+        return -result.loss * result.tokens / len(rows)
+
+    expected = logprob(adapter) - logprob(None)
+    assert expected > 1
+    assert line["eval_kl" if heldout else "kl"] == pytest.approx(expected, abs=1e-3)
 
 
 def test_labelled_rows_and_their_log(device: Device, tmp_path: Path) -> None:

@@ -141,6 +141,22 @@ def test_an_interrupt_before_the_first_step_goes_on_as_well(device: Device, tmp_
     assert steps == [[0, 1, 2]] * 2
 
 
+def test_the_best_adapter_is_that_of_the_held_out_rows(device: Device, tmp_path: Path) -> None:
+    """Other rows, whose losses are higher, have a best adapter of their own; the same rows keep theirs."""
+    changes = {"eval_data": str(tmp_path / "rows.jsonl"), "max_steps": 2, "eval_steps": 1, "learning_rate": 1e-2}
+    changes |= {"lr_scheduler_type": "constant"}
+    first = train(device, options(tmp_path, **changes)).state
+    random_rows(tmp_path / "other.jsonl", 4, 301, seed=9)
+    changes |= {"eval_data": str(tmp_path / "other.jsonl"), "resume": True}
+    for steps in (4, 5):
+        state = train(device, options(tmp_path, **{**changes, "max_steps": steps})).state
+        losses = {line["step"]: line["eval_loss"] for line in read_log(tmp_path / "run" / LOG) if line["step"] > 2}
+        assert first.best_eval_loss is not None
+        assert first.best_eval_loss < min(losses.values()) == state.best_eval_loss
+        assert run_checkpoint.read_state(tmp_path / "run" / run_checkpoint.BEST)[0].step == state.best_step > 2
+        assert state.first_eval_loss is None
+
+
 def test_resuming_needs_the_same_rows_and_a_checkpoint(device: Device, tmp_path: Path, finished_run: Path) -> None:
     run = Path(shutil.copytree(finished_run / "run", tmp_path / "run"))
     arguments = run_options(finished_run, output=str(run))

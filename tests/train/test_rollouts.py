@@ -23,8 +23,10 @@ from wgpu_lora.report.finished_runs import read_runs
 from wgpu_lora.report.page import render_report
 from wgpu_lora.train.finetune import Job, prepare_job
 from wgpu_lora.train.run.run_checkpoint import PHASE, write_manifest
+from wgpu_lora.train.run.stop_reasons import exit_code
 from wgpu_lora.train.run.training_log import COMPLETIONS, LOG, read_log
 from wgpu_lora.train.session.rollout_stream import RolloutStream
+from wgpu_lora.train.session.rollouts import Rollouts
 from wgpu_lora.train.session.tool_turns import Message
 
 REWARDS = """
@@ -34,6 +36,12 @@ def none(completions, wanted, **columns):
     return [None if one is None else 0.5 for one in wanted]
 def equal(completions, **columns):
     return [1.0] * len(completions)
+def failing(completions, **columns):
+    raise OSError("no connection")
+def logging(completions, trainer_state, log_metric, log_extra, **columns):
+    log_metric("steps", trainer_state.global_step)
+    log_extra("epoch", [trainer_state.epoch] * len(completions))
+    return [float(i % 2) for i in range(len(completions))]
 def odd(completion_ids, wanted, **columns):
     return [float(wanted is None or ids[0] % 2) for ids in completion_ids]
 """
@@ -63,6 +71,10 @@ def job(directory: Path, **changes: Any) -> Job[Any]:
     return prepare_job(golden_arguments(directory, "qwen2", **{**options, **changes}))
 
 
+def logged_completions(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "run" / COMPLETIONS).read_text().splitlines()]
+
+
 def test_steps_learn_from_what_they_sampled(device: Device, tmp_path: Path) -> None:
     """Tokens are sampled with the log-probabilities that are trained; the reward rises, and the log has TRL's names."""
     training_job = job(tmp_path / "a", max_steps=12, learning_rate=3e-2, lr_scheduler_type="constant", warmup_ratio=0.0)
@@ -83,8 +95,12 @@ def test_steps_learn_from_what_they_sampled(device: Device, tmp_path: Path) -> N
     assert stream.phase is not None
     entropies = np.concatenate([completion.entropies for completion in stream.phase.completions])
     assert entropies.mean() == pytest.approx(lines[-1]["entropy"], rel=1e-4)
-    shown = [json.loads(line) for line in (tmp_path / "a" / "run" / COMPLETIONS).read_text().splitlines()]
-    assert [sample["step"] for sample in shown] == [step for step in range(1, 13) for _ in range(4)]
+    shown = logged_completions(tmp_path / "a")
+    assert [sample["step"] for sample in shown] == [step for step in range(1, 13) for _ in range(8)]
+    assert not any(sample["heldout"] for sample in shown)
+    parts = ("sampling_seconds", "reward_seconds", "training_seconds")
+    assert all(line[name] > 0 for line in lines for name in parts)
+    assert sum(line[name] for line in lines for name in parts) == pytest.approx(lines[-1]["seconds"], rel=0.01)
     for group in range(0, len(shown), 4):
         some = shown[group : group + 4]
         assert sum(sample["advantage"] for sample in some) == pytest.approx(0, abs=1e-5)
@@ -188,9 +204,12 @@ class _Tokenizer:
 class _Turns:
     """A first turn that ended by itself has results of a tool, [7, 8, 9]."""
 
-    def follow(self, turns: list[Message], token_ids: list[int], stopped: bool) -> list[int]:
+    def follow(self, turns: list[Message], token_ids: list[int], stopped: bool, variables: Any) -> list[int]:
         turns.append({"role": "assistant", "content": str(token_ids)})
-        return [7, 8, 9] if stopped and len(turns) == 1 else []
+        if not stopped or len(turns) > 1:
+            return []
+        turns.append({"role": "tool", "content": "a result"})
+        return [7, 8, 9]
 
     def counts(self) -> tuple[int, int]:
         return 8, 2
@@ -238,6 +257,35 @@ def test_results_of_tools_are_not_trained_on(device: Device, tmp_path: Path) -> 
     assert (line["tools/call_frequency"], line["tools/failure_frequency"]) == (1, 0.25)
     (tmp_path / "b").mkdir()
     assert_resumes_exactly(with_tools, tmp_path / "b")
+
+
+def test_results_that_do_not_fit_are_no_answers(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in TRL, they are taken back, so that reward functions see the turn that called as the last."""
+    seen, texts = list[tuple[list[int], list[str]]](), Rollouts._texts
+
+    def watched(self: Rollouts, stream: Any, completions: Any, turns: list[list[Message]]) -> Any:
+        roles = [[message["role"] for message in messages] for messages in turns]
+        seen.extend(zip([completion.tool_mask for completion in completions], roles, strict=True))
+        return texts(self, stream, completions, turns)
+
+    monkeypatch.setattr(Rollouts, "_texts", watched)
+    with_tools(tmp_path / "a", max_completion_length=6, num_iterations=1, save_steps=0).train()
+    assert {len(roles) for _, roles in seen} == {1, 3}
+    for mask, roles in seen:
+        assert roles == (["assistant", "tool", "assistant"] if 0 in mask else ["assistant"])
+
+
+def test_the_kl_term_of_masked_completions_counts_nowhere(device: Device, tmp_path: Path) -> None:
+    """As in TRL, rloo subtracts none from the reward of a completion that did not end and is masked."""
+    options = {"objective": "rloo", "beta": 5.0, "mask_truncated_completions": True, "max_steps": 1}
+    job(tmp_path / "a", **options, save_steps=0).train()  # without a tokenizer, no completion ends
+    assert read_log(tmp_path / "a" / "run" / LOG)[0]["kl"] == 0
+    shown = logged_completions(tmp_path / "a")
+    rewards = np.array([sample["rewards"]["small"] for sample in shown[:4]])
+    expected = rewards - (rewards.sum() - rewards) / 3
+    assert [sample["advantage"] for sample in shown[:4]] == pytest.approx(expected.tolist(), abs=1e-6)
 
 
 def test_batches_change_rounding_only(device: Device, tmp_path: Path) -> None:
@@ -288,7 +336,36 @@ def test_rewards_that_teach_nothing_are_said(device: Device, tmp_path: Path) -> 
         job(tmp_path / "a", max_steps=20, reward_funcs=functions, reward_weights="1,0", save_steps=0).train()
     lines = read_log(tmp_path / "a" / "run" / LOG)
     assert all(line["frac_reward_zero_std"] == 1 and line["loss"] == 0 for line in lines)
+    assert 0 < lines[0]["seconds"] < lines[-1]["seconds"]  # sampling takes time, if nothing is trained, too
     assert result(tmp_path / "a" / "run")
+
+
+@pytest.mark.parametrize("most", [None, 1])
+def test_all_completions_are_logged(device: Device, tmp_path: Path, most: int | None) -> None:
+    """Those of held-out prompts, too, with what functions logged of them; or as many of each measurement as asked."""
+    heldout, functions = str(prompts(tmp_path / "heldout.jsonl", 3, seed=1)), f"{tmp_path / 'a' / 'rewards.py'}:logging"
+    job(tmp_path / "a", reward_funcs=functions, eval_data=heldout, max_steps=2, log_completions=most).train()
+    shown = logged_completions(tmp_path / "a")
+    of_phase, of_heldout = (8, 3) if most is None else (most, most)
+    expected = [(0, True)] * of_heldout + [(1, False)] * of_phase + [(2, False)] * of_phase + [(2, True)] * of_heldout
+    assert [(sample["step"], sample["heldout"]) for sample in shown] == expected
+    assert all(sample["rewards"].keys() == {"logging"} for sample in shown)
+    assert [sample["epoch"] for sample in shown if not sample["heldout"]] == [0] * of_phase + [1 / 3] * of_phase
+    lines = read_log(tmp_path / "a" / "run" / LOG)
+    assert [line.get("steps", line.get("eval_steps")) for line in lines] == [0, 0, 1]
+    assert (lines[2]["eval_steps"], lines[2]["step"]) == (2, 2)
+
+
+def test_a_run_without_any_reward_has_failed(device: Device, tmp_path: Path) -> None:
+    """Because of failures, and not since functions judged nothing; one reward is enough."""
+    directory = tmp_path / "a"
+    job(directory)
+    failing, small = (f"{directory / 'rewards.py'}:{name}" for name in ("failing", "small"))
+    for functions, reason in [(failing, "no rewards"), (f"{failing},{small}", "max steps")]:
+        with pytest.warns(UserWarning, match=r"failing failed on 8 of 8 completions.*OSError: no connection"):
+            record = job(directory, reward_funcs=functions, max_steps=2, overwrite=True).train()
+        assert record.stop_reason == reason
+        assert (record.outcome, exit_code(reason, None)) == (("failed", 1) if "no" in reason else ("finished", 0))
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:

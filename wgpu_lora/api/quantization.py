@@ -13,14 +13,17 @@ from wgpu_lora.api.evaluation import evaluate, prepared_rows
 from wgpu_lora.atomic import check_new
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
+from wgpu_lora.export.adapter_merge import rounding_note
 from wgpu_lora.export.decoded import decoded
 from wgpu_lora.export.quantized_model import QuantizationError, rounded, write_packed
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.calibration import input_moments
+from wgpu_lora.json_files import read_json
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.models.model_files import config_of
 from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.text import escape_unprintable
 from wgpu_lora.weights.base_formats import packed_form
 from wgpu_lora.weights.lowbit.lowbit_layout import GROUPS, KINDS, Mix, Scheme, table_size
 
@@ -32,7 +35,8 @@ class Quantized:
     """A model that was quantised and saved.
 
     base_dtype: the name of its format. nbytes: of its weights' files. seconds: of quantising, without measuring.
-    kinds: what is left of its matrices. before, after: perplexities, if there were data to measure them on.
+    kinds: what is left of its matrices. before, after: perplexities, if there were data to measure them on. note: on
+    weights that are rounded a second time, '' without.
     """
 
     base_dtype: str
@@ -41,6 +45,7 @@ class Quantized:
     kinds: list[QuantizationError]
     before: float | None = None
     after: float | None = None
+    note: str = ""
 
 
 def format_name(scheme: str | None, mlp: str | None, attention: str | None, group: str | None) -> str:
@@ -144,7 +149,9 @@ def quantize(
     kinds = rounded(target)
     target.unload()
     nbytes = sum(path.stat().st_size for path in output.glob("*.safetensors"))
-    return Quantized(base_dtype, nbytes, seconds, kinds, before, after)
+    beside = read_json(output / "config.json").get("adapter_base_dtype")
+    note = rounding_note(escape_unprintable(f"{beside:.40}")) if isinstance(beside, str) else ""
+    return Quantized(base_dtype, nbytes, seconds, kinds, before, after, note)
 
 
 def _check_model(model: str, base_dtype: str, requantize: bool) -> None:

@@ -63,7 +63,7 @@ def merge(
     It works tensor by tensor on the CPU: neither a GPU nor memory for the whole model is needed, but for --eval-data.
     """
     from wgpu_lora.atomic import check_new
-    from wgpu_lora.export.adapter_merge import merge_adapter
+    from wgpu_lora.export.adapter_merge import merge_adapter, rounding_note, trained_beside
     from wgpu_lora.formats.hub import is_gguf, resolve_model
     from wgpu_lora.infer.named_adapters import base_of
     from wgpu_lora.models.model_files import config_of
@@ -88,6 +88,8 @@ def merge(
             "the weights of the GGUF file are decoded; quantising the merged model rounds them a second time: "
             "'wgpu-lora export gguf --lora' writes the adapter for the file as it is",
         )
+    elif beside := trained_beside(adapter):
+        line("note", rounding_note(beside))
     for text, loss in chain(before, losses):
         line("loss", f"{loss:.4f} {text}")
     return 0
@@ -195,6 +197,8 @@ def quantize(
     console().print(table(columns, rows, text_columns=("layers", "scheme")))
     if result.before is not None and result.after is not None:
         line("perplexity", f"{result.before:.4f} before, {result.after:.4f} after")
+    if result.note:
+        line("note", result.note)
     line("quantised", f"{source} to {name} in {result.seconds:.1f} s")
     line("written", f"{output}, {result.nbytes:,} bytes of weights")
     return 0

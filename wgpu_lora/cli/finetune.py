@@ -7,9 +7,10 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -201,8 +202,13 @@ class TrainingProgress(StartupProgress):
         """The estimated time of the remaining steps, from the last ones."""
         if not self._recent or result.step >= result.total_steps:
             return ""
-        step_seconds = sum(seconds for _, _, seconds in self._recent) / len(self._recent)
+        step_seconds = fmean(training_steps([(trained, seconds) for trained, _, seconds in self._recent]))
         return f"  {duration(step_seconds * (result.total_steps - result.step))} left"
+
+
+def training_steps(recent: Sequence[tuple[int, float]]) -> list[float]:
+    """The seconds of steps that trained on tokens, or of all if none did, given (trained tokens, seconds) of each."""
+    return [seconds for trained, seconds in recent if trained] or [seconds for _, seconds in recent]
 
 
 def speed(trained: int, processed: int, seconds: float) -> str:
@@ -235,7 +241,7 @@ def report_run(record: RunRecord, command: str | None = None, adapter: str | Non
         continuation = command or f"{program()} finetune --output {shlex.quote(str(output))} --resume"
         line("continue", continuation, whole=True)
     if outcome == "failed":
-        print(f"wgpu-lora: {STOP_TEXT[reason]}: {CURES}.", file=sys.stderr)
+        print(f"wgpu-lora: {STOP_TEXT[reason]}: {CURES[reason]}.", file=sys.stderr)
     if record.damaged_log_lines:
         line("log", f"dropped {count_noun(record.damaged_log_lines, 'damaged line')} of log.jsonl")
     return exit_code(reason, record.signal)
@@ -293,7 +299,7 @@ def report_pipeline(record: PipelineRecord, home: Path) -> int:
         summary = losses(result.train, result.before, result.held_out)
         line(outcome, "; ".join([why, *summary, f"the adapter is in {adapter.checkpoint}"]))
         if outcome == "failed":
-            print(f"wgpu-lora: adapter {adapter.name}: {text}: {CURES}.", file=sys.stderr)
+            print(f"wgpu-lora: adapter {adapter.name}: {text}: {CURES[adapter.stop_reason]}.", file=sys.stderr)
     if "interrupted" in outcomes:
         line("continue", f"{program()} finetune --output {shlex.quote(str(home))} --resume", whole=True)
     return max(exit_code(adapter.stop_reason, record.signal) for adapter in record.adapters)
@@ -311,7 +317,9 @@ class PipelineTable(StartupProgress):
         self._steps = job.state.step
         self._own = {run.adapter_name: job.state.steps.get(run.adapter_name, 0) for run in job.runs}
         self._trends = {run.adapter_name: Trend(sys.stderr) for run in job.runs}
-        self._seconds: dict[str, deque[float]] = {run.adapter_name: deque(maxlen=RECENT) for run in job.runs}
+        self._seconds: dict[str, deque[tuple[int, float]]] = {
+            run.adapter_name: deque(maxlen=RECENT) for run in job.runs
+        }
         self._device, self._hardware = job.session.device, ""
         self._live: Any = None
 
@@ -335,7 +343,7 @@ class PipelineTable(StartupProgress):
         self._rows[result.adapter] = result
         self._own[result.adapter] = result.step
         self._trends[result.adapter].add(result.loss)
-        self._seconds[result.adapter].append(result.seconds)
+        self._seconds[result.adapter].append((result.step_tokens, result.seconds))
         if result.eval_loss is not None:
             self._heldout[result.adapter] = result.eval_loss
         with suppress(OSError):  # an unwritable stdout does not end a run
@@ -410,7 +418,7 @@ class PipelineTable(StartupProgress):
     def _remaining(self) -> str:
         """The estimated time of the remaining steps of all adapters, from the last ones."""
         rows = [(result, self._seconds[name]) for name, result in self._rows.items() if result]
-        seconds = sum((result.total_steps - result.step) * sum(recent) / len(recent) for result, recent in rows)
+        seconds = sum((result.total_steps - result.step) * fmean(training_steps(recent)) for result, recent in rows)
         return f"{duration(seconds)} left" if seconds > 0 and len(rows) == len(self._rows) else ""
 
 

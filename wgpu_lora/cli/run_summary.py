@@ -181,7 +181,10 @@ def describe_memory(job: Job[Any]) -> None:
     describe_tuning(job)
 
 
-CURES = "lower --learning-rate, or check the data for unusual rows"
+CURES = {
+    "no rewards": "correct --reward-funcs",
+    **dict.fromkeys(("non-finite", "diverged"), "lower --learning-rate, or check the data for unusual rows"),
+}  # by why a run failed
 
 
 def losses(trained: float | None, before: float | None, heldout: float | None) -> list[str]:

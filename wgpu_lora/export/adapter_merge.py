@@ -21,11 +21,13 @@ from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.model_cards import CARD, card_of_merged
 from wgpu_lora.formats.packed_checkpoint import PackedCheckpoint
 from wgpu_lora.formats.safetensors_writer import MAX_SHARD_BYTES, TensorSpec, copy_companions, write_shards
+from wgpu_lora.json_files import read_json
 from wgpu_lora.models.adapter_modules import read_adapter_for
 from wgpu_lora.models.model_config import VECTOR, ModelConfig
 from wgpu_lora.models.model_files import read_model
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.tokenizer.tokenizer_files import OWN_TOKENIZER, adapter_tokenizer, copy_tokenizer
+from wgpu_lora.weights.base_formats import base_format
 
 DTYPES = {"bf16": ("BF16", ml_dtypes.bfloat16), "f16": ("F16", np.float16), "f32": ("F32", np.float32)}
 TORCH = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
@@ -110,6 +112,27 @@ def scaled_factors(adapter: Path, config: ModelConfig, model: Path) -> dict[str,
     }
 
 
+def trained_beside(adapter: Path) -> str | None:
+    """The base format that rounded the weights which an adapter was trained beside, by its records; None without."""
+    for name in ("run.json", "metadata.json"):
+        try:
+            options = read_json(adapter / name).get("options")
+            base_dtype = str(options.get("base_dtype")) if isinstance(options, dict) else ""
+            return base_dtype if base_format(base_dtype).bits < 16 else None
+        except UserError:  # records are optional, and untrusted
+            continue
+    return None
+
+
+def rounding_note(base_dtype: str) -> str:
+    """A sentence about the model that an adapter was merged into. base_dtype: see `trained_beside`."""
+    return (
+        f"the adapter was trained beside weights in {base_dtype}, which the merged model has unrounded or, once it is "
+        f"quantised, rounded a second time: {flag('eval_data')} measures what that costs, and {flag('adapter')} with "
+        f"{setting('base_dtype', base_dtype)} has none of it"
+    )
+
+
 def merge_adapter(
     model: Path,
     adapter: Path,
@@ -162,6 +185,7 @@ def merge_adapter(
             copy_tokenizer(adapter, directory)
         specs = {tensor: TensorSpec(kinds[name][0], merged.shapes[name]) for tensor, name in model_names.items()}
         write_shards(directory, specs | other_specs, pieces, max_shard_bytes)
-        update_config(directory, TORCH[dtype], quantization_config=None)
+        beside = trained_beside(adapter)  # for whoever quantises the result
+        update_config(directory, TORCH[dtype], quantization_config=None, adapter_base_dtype=beside)
         (directory / CARD).write_text(card_of_merged(name or str(model), adapter, dtype), encoding="utf-8")
     return merged.notes

@@ -18,23 +18,14 @@ from wgpu_lora.untrusted_patterns import first_matches
 
 MAX_PATTERNS = 2000  # models have fewer linear layers
 
-# Unsupported fields of adapter_config.json that change what an adapter computes or contains, with the values that turn
-# them off. Other values are refused.
-_UNSUPPORTED = (
-    "modules_to_save",
-    "lora_bias",
-    "layer_replication",
-    "fan_in_fan_out",
-    "trainable_token_indices",
-    "target_parameters",
-    "use_qalora",
-    "use_bdlora",
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "velora_config",
-    "monteclora_config",
-    "megatron_config",
+# Fields beside those of `AdapterConfig` that are checked below, or that change nothing of what the weights say. Any
+# other field that has a value is refused.
+_CHECKED = ("peft_type", "init_lora_weights", "bias")
+_HARMLESS = (
+    *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode"),  # of the file
+    *("exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying"),  # which modules have weights
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # how they began
+    *("megatron_core", "qalora_group_size", "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr"),  # of what is off, or over
 )
 
 
@@ -110,9 +101,10 @@ def parse_config(d: Mapping[str, Any], where: str) -> AdapterConfig:
     """Reads adapter_config.json's content. Raises UserError if a field is invalid or not supported."""
     if d.get("peft_type") != "LORA":
         raise UserError(f"peft_type {d.get('peft_type')!r} in {where} is not supported: use a LORA adapter.")
-    for name in _UNSUPPORTED:
-        if d.get(name):
-            raise UserError(f"{name} = {d[name]!r} in {where} is not supported: use a plain LoRA adapter.")
+    known = {*AdapterConfig.__dataclass_fields__, *_CHECKED, *_HARMLESS}
+    for name, value in d.items():
+        if value and name not in known:
+            raise UserError(f"{name!s:.60} = {value!r:.100} in {where} is not supported: use a plain LoRA adapter.")
     # With PiSSA, OLoRA and similar, PEFT also changes the base weights when it loads the adapter.
     init = d.get("init_lora_weights", True)
     if isinstance(init, str) and init not in ("gaussian", "eva", "orthogonal"):

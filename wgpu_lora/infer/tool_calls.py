@@ -5,18 +5,22 @@
 | Hermes, Qwen | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, several times |
 | Mistral | `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` |
 | Llama 3 | `{"name": ..., "parameters": {...}}`, perhaps behind `<|python_tag|>`, several with `;` between them |
+
+Models write either key in all of them. Arguments that are absent, null or blank are {}.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer.answers import overlap
+from wgpu_lora.text import common_prefix
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -26,7 +30,7 @@ MARKERS = (CALL, END_CALL, CALLS, ARGS, PYTHON)
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """begin, end: of a call, or of all calls. arguments: their key."""
+    """begin, end: of a call, or of all calls. arguments: the key that templates of the family write."""
 
     begin: str
     end: str = ""
@@ -37,8 +41,22 @@ class ToolFormat:
 HERMES, MISTRAL, LLAMA = ToolFormat(CALL, END_CALL), ToolFormat(CALLS), ToolFormat(PYTHON, "", "parameters", True)
 
 
-def tool_format(tokenizer: Tokenizer) -> ToolFormat:
-    """The format that a model's chat template names.
+FORMATS = (HERMES, MISTRAL, LLAMA)
+QUESTION: Json = {"role": "user", "content": "?"}
+TRIAL: Json = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+TRIAL_TOOL: Json = {
+    "type": "function",
+    "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def tool_format(
+    tokenizer: Tokenizer, tools: Sequence[Json] = (TRIAL_TOOL,), variables: Mapping[str, Any] | None = None
+) -> ToolFormat:
+    """The format in which a model's chat template writes a call: one is rendered, and parsed back.
+
+    Args:
+        tools, variables: what the template is given, as for `Tokenizer.render`.
 
     Raises:
         UserError: it has no tools, or none of the formats above.
@@ -47,16 +65,31 @@ def tool_format(tokenizer: Tokenizer) -> ToolFormat:
     source = templates.get("tool_use") or templates.get("default", "")
     if "tools" not in source:
         raise UserError("The model's chat template has no tools: leave 'tools' out, or use another model.")
-    if CALL in source and "<function=" not in source:
-        return HERMES
-    if CALLS in source:
-        return MISTRAL
-    if PYTHON in source or ('"parameters"' in source and '"name"' in source):
-        return LLAMA
+    try:
+        text, _ = rendered_call(tokenizer, tools, variables)
+    except UserError:
+        text = ""  # it takes no such calls
+    for form in FORMATS:
+        _, calls = ToolCallParser(form).push(text, last=True)
+        functions = [call["function"] for call in calls]
+        if [(f["name"], json.loads(f["arguments"])) for f in functions] == [("f", {"x": 1})]:
+            return form
     raise UserError(
         "The chat template writes calls of tools in a form that is not known here: use a model with those of Hermes, "
         "Qwen, Llama 3 or Mistral."
     )
+
+
+def rendered_call(
+    tokenizer: Tokenizer, tools: Sequence[Json], variables: Mapping[str, Any] | None = None
+) -> tuple[str, str]:
+    """(a turn that calls `TRIAL`, what the chat template writes behind the turns of an assistant). Raises UserError."""
+    turns: list[Json] = [{"content": "", "tool_calls": [TRIAL]}, {"content": "zanzibar"}]
+    prompt, *conversations = [QUESTION], *([QUESTION, {"role": "assistant", **turn}] for turn in turns)
+    header = tokenizer.render(prompt, [*tools], True, variables)
+    call, plain = (tokenizer.render(conversation, [*tools], variables=variables) for conversation in conversations)
+    end = common_prefix(call[::-1], plain[::-1])[::-1]
+    return call[len(common_prefix(header, call)) : len(call) - len(end)], end
 
 
 class ToolCallParser:
@@ -108,16 +141,23 @@ class ToolCallParser:
         try:
             while body:
                 name = ""
-                if self._form is MISTRAL and (match := re.match(r"([\w.-]+)\s*\[ARGS\]", body)):
+                if self._form is MISTRAL and (match := re.match(r"([\w.-]+)\s*(\[CALL_ID\]\w+)?\[ARGS\]", body)):
                     name, body = match[1], body[match.end() :].lstrip()
-                value, end = json.JSONDecoder().raw_decode(body)
-                values = value if isinstance(value, list) else [{"name": name, "arguments": value} if name else value]
-                calls += [tool_call(call["name"], call.get(self._form.arguments, {})) for call in values]
+                blank = name and (not body or body.startswith(self._form.begin))
+                value, end = (None, 0) if blank else json.JSONDecoder().raw_decode(body)
+                values: list[Any] = (
+                    value if isinstance(value, list) else [{"name": name, "arguments": value} if name else value]
+                )
+                calls += [tool_call(call["name"], self._arguments(call)) for call in values]
                 body = body[end:].lstrip("; \n\r\t").removeprefix(self._form.begin)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return False
         self.calls += calls
         return bool(calls)
+
+    def _arguments(self, call: Json) -> Any:
+        values = (call.get(key) for key in (self._form.arguments, "arguments", "parameters"))
+        return next((value for value in values if value is not None and str(value).strip()), {})
 
 
 def tool_call(name: Any, arguments: Any) -> Json:

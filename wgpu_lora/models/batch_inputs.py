@@ -150,7 +150,13 @@ class StepInputs:
         return places
 
     def place(self, device: Device, rows: Rows) -> None:
-        """Uploads the positions of n <= T rows and the inputs that the architecture asks for."""
+        """Uploads the positions of n <= T rows and the inputs that the architecture asks for.
+
+        Raises:
+            IndexError: a position is past the tables, from which the device would read something else.
+        """
+        if self.tables and (last := int(rows.positions.max(initial=0))) >= self.tables.positions:
+            raise IndexError(f"position {last} is past tables of {self.tables.positions} positions")
         write(device, self.positions, padded(rows.positions, self.tokens, 0))
         for item, tensor in self.rows.items():
             values = item.values(rows)

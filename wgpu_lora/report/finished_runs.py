@@ -26,6 +26,7 @@ ADVICE = f"'wgpu-lora profile --run RUN --json > RUN/{PROFILE}'"
 AXES = ("step", "tokens", "seconds")  # keys of a log line
 MOST = 1e18  # bytes, or seconds
 LONGEST = 600  # characters of a prompt or a completion
+COMPLETIONS_SHOWN = 16
 SPEEDS = {"trained": "tokens_per_second", "processed": "processed_tokens_per_second"}
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 Point = tuple[float, float]
@@ -99,9 +100,9 @@ def _log(path: Path) -> list[dict[str, float]]:
 
 
 def _completions(path: Path) -> list[list[str]]:
-    """Those of the last step that has some, as texts."""
+    """The first of the last step that trained on some, as texts."""
     lines = path.read_bytes().splitlines() if path.is_file() else []
-    entries = [entry for line in lines if (entry := completion_entry(line))]
+    entries = [entry for line in lines if (entry := completion_entry(line)) and not entry.get("heldout")]
     last = [entry for entry in entries if entry["step"] == entries[-1]["step"]]
     return [
         [
@@ -110,7 +111,7 @@ def _completions(path: Path) -> list[list[str]]:
             _numbers(entry.get("rewards")),
             _numbers(entry.get("advantage")),
         ]
-        for entry in last
+        for entry in last[:COMPLETIONS_SHOWN]
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class FunctionProcess:
         self.seconds = seconds
         self._child: ChildProcess | None = None
         self._functions: set[str] = set()  # functions that the child has
+        self._number = 0  # of the last message
 
     def load(self, function: str, option: str) -> None:
         """Load a function that an option names. Raises UserError if it cannot be."""
@@ -57,13 +58,16 @@ class FunctionProcess:
 
     def _answer(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         begin = time.monotonic()
+        self._number += 1
         try:
             if self._child is None:
                 paths = json.dumps([*sys.path, str(ROOT)])
                 self._child = ChildProcess([sys.executable, "-c", _COMMAND, paths], stderr=2)
             with self._child.within(seconds / PATIENCE):
-                self._child.send(message)
+                self._child.send({**message, "number": self._number})
                 reply: dict[str, Any] = self._child.receive()
+                while reply.pop("number") != self._number:  # of a message whose answer nobody waited for
+                    reply = self._child.receive()
                 return reply
         except ChildEnded as error:
             late = time.monotonic() - begin >= seconds
@@ -75,9 +79,9 @@ class FunctionProcess:
             self._child = None
 
 
-def function_list(text: str, option: str) -> list[str]:
-    """The functions that an option names, separated by commas. Raises UserError if there is none."""
-    result = [part.strip() for part in text.split(",") if part.strip()]
+def function_list(parts: Iterable[str], option: str) -> list[str]:
+    """The functions that an option names. Raises UserError if there is none."""
+    result = [part.strip() for part in parts if part.strip()]
     if not result:
         raise UserError(f"{flag(option)} is empty: name at least one function.")
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.rewards.builtin_rewards import BUILT_IN
+from wgpu_lora.rewards.function_child import FILE
 from wgpu_lora.rewards.function_process import FunctionProcess, check_distinct, function_list, function_name
 
 OPTION = "reward_funcs"
@@ -22,12 +24,15 @@ class Rewards:
     """What functions give for completions.
 
     values: f64 [completions, functions], NaN for none. failed: completions that a function failed on, by its name.
-    reasons: of the last failure, by name.
+    reasons: of the last failure, by name. metrics: means of what functions logged. extra: what they logged of each
+    completion, by column.
     """
 
     values: np.ndarray
     failed: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, list[Any]] = field(default_factory=dict)
 
 
 class RewardFunctions:
@@ -37,7 +42,8 @@ class RewardFunctions:
     They run in a child process (`FunctionProcess`).
 
     Args:
-        functions: separated by commas: FILE.py:NAME, or a built-in one as NAME or NAME:ARGUMENT.
+        functions: separated by commas: FILE.py:NAME, or a built-in one as NAME or NAME:ARGUMENT; the pattern of regex
+            may have commas.
         weights: numbers separated by commas, one for each; by default 1 each.
         seconds: that a call may take.
 
@@ -46,7 +52,7 @@ class RewardFunctions:
     """
 
     def __init__(self, functions: str, weights: str | None = None, seconds: float = 60.0):
-        self.functions = function_list(functions, OPTION)
+        self.functions = function_list(_parts(functions), OPTION)
         self.names = [_name(function) for function in self.functions]
         check_distinct(self.names, OPTION)
         self.weights = _weights(weights, len(self.names))
@@ -63,11 +69,13 @@ class RewardFunctions:
         completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]],
         columns: Sequence[Mapping[str, Any]],
+        state: Mapping[str, Any] | None = None,
     ) -> Rewards:
         """The rewards of completions. A function that fails gives none; that is counted, and no error.
 
         Args:
             prompts: texts or messages, one for each completion. columns: of its row.
+            state: attributes of the `trainer_state` that functions may take.
         """
         standard_names = {"prompts", "completions", "completion_ids", "prompt", "completion", "prompt_ids"}
         names = {name for row in columns for name in row} - standard_names
@@ -79,17 +87,33 @@ class RewardFunctions:
         )  # tables have values that JSON has not, such as dates
         values = np.full((len(completions), len(self.functions)), np.nan)
         failed, reasons = dict[str, int](), dict[str, str]()
+        metrics, extra = dict[str, list[float]](), dict[str, list[Any]]()
         for number, (name, function) in enumerate(zip(self.names, self.functions, strict=True)):
-            reply = self._process.ask(function, arguments=arguments)
+            reply = self._process.ask(function, arguments=arguments, state=dict(state or {}))
             rewards = reply.get("rewards", [None] * len(completions))
             values[:, number] = [np.nan if reward is None else reward for reward in rewards]
             wrong = len(completions) if "error" in reply else reply["wrong"]
             if wrong:
                 failed[name], reasons[name] = wrong, reply.get("error", "it gave a number that is not finite")
-        return Rewards(values, failed, reasons)
+            extra |= reply.get("extra", {})
+            for metric, logged in reply.get("metrics", {}).items():
+                metrics[metric] = metrics.get(metric, []) + logged
+        return Rewards(values, failed, reasons, {name: fmean(logged) for name, logged in metrics.items()}, extra)
 
     def close(self) -> None:
         self._process.close()
+
+
+def _parts(functions: str) -> list[str]:
+    """What an option names, between commas other than those of a pattern of regex, which ends where a function does."""
+    result = list[str]()
+    for part in functions.split(","):
+        is_function = FILE + ":" in part or part.strip().partition(":")[0] in BUILT_IN
+        if result and not is_function and result[-1].lstrip().startswith("regex:"):
+            result[-1] += f",{part}"
+        else:
+            result.append(part)
+    return result
 
 
 def _name(function: str) -> str:

@@ -28,7 +28,7 @@ class Tools:
 
     def __init__(self, functions: str, seconds: float):
         self._functions: dict[str, str] = {}
-        listed = function_list(functions, OPTION)
+        listed = function_list(functions.split(","), OPTION)
         for function in listed:
             name = function_name(function, OPTION)
             if name is None:

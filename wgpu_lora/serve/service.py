@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from wgpu_lora.infer.answers import tokenizer_of
 from wgpu_lora.infer.request import Request, TokenLogprobs
-from wgpu_lora.infer.tool_calls import MARKERS, ToolCallParser, tool_format
+from wgpu_lora.infer.tool_calls import MARKERS, ToolCallParser, ToolFormat, tool_format
 from wgpu_lora.models.adapter_modules import read_adapter_for
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.serve.engine_thread import AdapterFiles, EngineThread, Piece, RunningAnswer, StreamedText
@@ -61,6 +61,11 @@ class Codec:
         self.stop_ids = frozenset(tokenizer.stop_ids)
         ids = {tokenizer.token_id(text) or -1: text for text in MARKERS}
         self.markers = {token: text for token, text in ids.items() if token in tokenizer.special_ids}
+
+    @cached_property
+    def tool_format(self) -> ToolFormat:
+        """Found with the tokenizer, and so in `Service.prepare` first. Raises UserError."""
+        return tool_format(self.tokenizer)
 
 
 class Service:
@@ -263,7 +268,7 @@ class Service:
 
     async def chat(self, body: ChatRequest, raw: Mapping[str, Any]) -> Response:
         codec = self.codec_of(body)
-        prompt, source, parses = await self.prepare(self._prepare_chat, codec.tokenizer, body, raw)
+        prompt, source, parses = await self.prepare(self._prepare_chat, codec, body, raw)
         answers = await self.answers(
             body,
             [prompt],
@@ -273,11 +278,11 @@ class Service:
             codec.markers if parses else {},
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
-        parsers = [ToolCallParser(tool_format(codec.tokenizer)) if parses else None for _ in answers]
+        parsers = [ToolCallParser(codec.tool_format) if parses else None for _ in answers]
         return await self.respond(body, "chat.completion", answers, ChatFormat(codec.vocabulary, parsers))
 
     def _prepare_chat(
-        self, tokenizer: Tokenizer, body: ChatRequest, raw: Mapping[str, Any]
+        self, codec: Codec, body: ChatRequest, raw: Mapping[str, Any]
     ) -> tuple[list[int], str | None, bool]:
         """(token ids, what the answer must follow, whether it may call tools)"""
         choice, tools = body.tool_choice or "auto", body.tools or []
@@ -287,7 +292,7 @@ class Service:
             raise RequestError("'top_logprobs' needs 'logprobs': set it to true.", param="top_logprobs")
         source = grammar_source(body)
         if tools:
-            form = tool_format(tokenizer)  # also if none may be called: the template must print them
+            form = codec.tool_format  # also if none may be called: the template must print them
             if isinstance(choice, ToolName):
                 tools = [tool for tool in tools if tool.function.name == choice.function.name]
                 if not tools:
@@ -296,8 +301,8 @@ class Service:
                 if source is not None:
                     raise RequestError("A forced call of a tool cannot follow another grammar: leave out one of them.")
                 parallel = choice == "required" and body.parallel_tool_calls is not False
-                source = call_grammar(form, tools, parallel, tokenizer)
-        return conversation_ids(tokenizer, body, raw), source, bool(tools) and choice != "none"
+                source = call_grammar(form, tools, parallel, codec.tokenizer)
+        return conversation_ids(codec.tokenizer, body, raw), source, bool(tools) and choice != "none"
 
     async def complete(self, body: CompletionRequest, raw: Mapping[str, Any]) -> Response:
         value: Any = body.prompt

@@ -399,7 +399,8 @@ def rollouts_of(
     turns = None
     if policy.tools:
         tools = Tools(policy.tools, policy.reward_timeout)
-        turns = ToolTurns(tools, model.tokenizer, policy.max_tool_calling_iterations)
+        kwargs = stream.args.template_kwargs()
+        turns = ToolTurns(tools, model.tokenizer, policy.max_tool_calling_iterations, kwargs)
     return Rollouts(stream, rewards, model.tokenizer, turns)
 
 
@@ -498,11 +499,7 @@ def prepare_session(
         model,
         trained,
         [] if evaluation_only else buckets,
-        positions=max(
-            length
-            for stream in streams
-            for length in (stream.lengths if isinstance(stream, RolloutStream) else stream.prepared.lengths)
-        ),
+        positions=max(stream.longest for stream in streams),
         dropout=any(run.args.lora_dropout > 0 and run.args.train != "quant-scales" for run in runs),
         recompute=args.gradient_checkpointing,
         compute_dtype=args.compute_dtype,

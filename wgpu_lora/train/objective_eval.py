@@ -126,7 +126,7 @@ def evaluate_objective(
         model,
         AdapterSet.declare(config, [SlotSpec.of(shape, matrices)], model.device.max_binding),
         [],
-        positions=max(stream.prepared.lengths),
+        positions=stream.longest,
         eval_tokens=max(*stream.lengths, min(BATCH_TOKENS, sum(stream.lengths))),
         compute_dtype=args.compute_dtype,
         objectives=[objective],

@@ -56,6 +56,11 @@ class SlotProgress:
     def trained_tokens(self) -> int:
         return self.run.stream.trained_tokens(self.step.samples)
 
+    @property
+    def sampling_seconds(self) -> dict[str, float]:
+        """Of the step, by what they were for; nothing if the objective does not sample."""
+        return self.run.rollouts.seconds if self.run.rollouts else {}
+
     def micro_batches(self) -> list[list[Group]]:
         """The groups of the next step."""
         return self.run.stream.groups(self.step, self.run.slot)

@@ -21,7 +21,7 @@ from wgpu_lora.train.objectives.objective import Group
 from wgpu_lora.train.run.adapter_run import AdapterRun
 from wgpu_lora.train.run.disk_space import FULL, release
 from wgpu_lora.train.run.records import RunRecord
-from wgpu_lora.train.run.stop_reasons import Requests
+from wgpu_lora.train.run.stop_reasons import FINISHED, Requests
 from wgpu_lora.train.session.rollouts import SamplingStopped
 from wgpu_lora.train.session.session import Session
 
@@ -135,12 +135,16 @@ class Trainer:
         updates = {p.run.slot: p.update() for p in stepping}
         reports = optimizer.apply(device, updates)
         seconds = time.perf_counter() - begin
-        tokens = max(1, sum(p.trained_tokens for p in stepping))
+        tokens = sum(p.trained_tokens for p in stepping)
+        sampling = sum(sum(p.sampling_seconds.values()) for p in stepping)
         self.step += 1
         advanced = [progress for progress in stepping if reports[progress.run.slot].applied]
         for progress in advanced:  # all of them first, since held-out losses overwrite the step's totals
             slot = progress.run.slot
-            progress.advance(reports[slot], updates[slot], seconds * progress.trained_tokens / tokens)
+            share = progress.trained_tokens / tokens if tokens else 1 / len(stepping)
+            training = {"training_seconds": (seconds - sampling) * share} if progress.run.rollouts else {}
+            progress.advance(reports[slot], updates[slot], seconds * share)
+            progress.note({**progress.sampling_seconds, **training})
             if self.sharing:
                 progress.note(self.sharing.facts())
         for progress in advanced:
@@ -226,6 +230,8 @@ class Trainer:
             progress.ended = reasons[progress.run.slot]
             if progress.ended == "target seconds":
                 self._write(partial(progress.close, self.events))
+            if progress.ended in FINISHED and progress.run.rollouts and progress.run.rollouts.all_failed:
+                progress.ended = "no rewards"
         self._write(self.save)
         for progress in ending:
             assert progress.ended

@@ -117,6 +117,7 @@ class GRPO(Objective):
     reward_funcs: str | None = None
     reward_weights: str | None = None
     reward_timeout: float = 60.0
+    log_completions: int | None = None
     tools: str | None = None
     max_tool_calling_iterations: int | None = None
     num_generations: int = 8

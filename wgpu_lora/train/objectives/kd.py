@@ -175,7 +175,7 @@ class KD(Objective):
             reverse=self.kd_divergence == "reverse_kl",
             beta=self.kd_beta,
         )
-        tail, plain_tail, losses, *metrics = (values.rows(i, i + 1).reshape(stride) for i in range(9))
+        tail, plain_tail, losses, *metrics = (values.rows(i, i + 1).reshape(stride).rows(0, rows) for i in range(9))
         tails: dict[float, Tensor] = {self.temperature: tail, **({1.0: plain_tail} if has_plain else {})}
         logged = dict(zip(METRICS, metrics, strict=True))
         return Score(None, losses, logged, tails, {teacher.ids: slopes})

@@ -414,6 +414,12 @@ class RewardOptions:
     reward_timeout: float = option(
         60.0, REWARDS, "Seconds that a call of a function or a tool may take.", within=POSITIVE
     )
+    log_completions: int | None = option(
+        None,
+        REWARDS,
+        "Completions of each phase, and of each held-out measurement, that completions.jsonl has. Default: all.",
+        within=Range(at_least=0),
+    )
     tools: str | None = option(
         None,
         REWARDS,

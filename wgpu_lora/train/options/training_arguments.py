@@ -59,7 +59,7 @@ CHANGEABLE_ON_RESUME = {
     "reference_adapter", "teacher", "teacher_adapter", "teacher_cache",  # their digests are compared
     "eval_teacher_cache",
     "rounded_from",  # its loss is measured once
-    "reward_timeout",
+    "reward_timeout", "log_completions",
     "eval_steps", "eval_on_start", "goal", "notes", "run_log", "report_to",
 }  # fmt: skip
 # Options that may change to extend a run.

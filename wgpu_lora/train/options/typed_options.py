@@ -110,6 +110,7 @@ class TrainingOptions(TypedDict, total=False):
     reward_funcs: str | list[str] | None
     reward_weights: str | list[float] | None
     reward_timeout: float
+    log_completions: int | None
     tools: str | list[str] | None
     max_tool_calling_iterations: int | None
     num_generations: int | None

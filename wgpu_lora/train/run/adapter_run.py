@@ -110,7 +110,7 @@ class AdapterRun:
         return heldout or step % interval == 0 or last
 
     def identity(self) -> dict[str, Any]:
-        """The fields that must match when the run is resumed, and the planned length."""
+        """The fields that must match when the run is resumed, the planned length, and the held-out rows."""
         options = {
             k: v for k, v in self.args.as_dict().items() if k not in CHANGEABLE_ON_RESUME and k != "init_adapter"
         }
@@ -118,7 +118,8 @@ class AdapterRun:
         reference = {"reference": self.reference.digest} if self.reference else {}
         teacher = {"teacher": self.teacher_digest} if self.teacher_digest else {}
         teacher |= {"teacher_weights": self.teacher_sha256} if self.teacher_sha256 else {}
-        return {"options": options, "data": self.stream.rows_digest(), **base, **reference, **teacher}
+        heldout = {"heldout": self.heldout_stream.rows_digest()} if self.heldout else {}
+        return {"options": options, "data": self.stream.rows_digest(), **heldout, **base, **reference, **teacher}
 
     # -- beginning -------------------------------------------------------------------------------------------------
 
@@ -156,7 +157,8 @@ class AdapterRun:
         self.resumed_from = run_checkpoint.latest_checkpoint(self.directory, self.storage)
         if self.resumed_from is None:
             raise no_checkpoint_error(self.directory)
-        self.state, before = run_checkpoint.check(self.resumed_from, self.storage)
+        state, before = run_checkpoint.check(self.resumed_from, self.storage)
+        self.state = self._with_own_losses(state, before)
         now = self.identity()
         old_options = TrainingArguments().as_dict() | before["options"]  # an older version may lack some
         for name, value in now["options"].items():
@@ -185,6 +187,12 @@ class AdapterRun:
         set_length(self.state, before["options"], self.stream, self.resumed_from, self.storage)
         self.resumed_identity = before
         run_checkpoint.remove_old(self.directory / run_checkpoint.STEPS, self.args.save_total_limit, self.storage)
+
+    def _with_own_losses(self, state: RunState, identity: Mapping[str, Any]) -> RunState:
+        """A checkpoint's state; if it has held-out losses of other rows, without them, so that the next one is best."""
+        if not self.heldout or identity.get("heldout") in (None, self.identity()["heldout"]):
+            return state
+        return replace(state, first_eval_loss=None, best_eval_loss=None, best_step=0, last_eval_loss=None)
 
     def _other_teacher(self) -> UserError:
         return UserError(
@@ -220,8 +228,18 @@ class AdapterRun:
         self.log = Log(self.directory / training_log.LOG, resumed)
         if self.rollouts and self.storage is PLAIN_FILES:
             samples = Log(self.directory / training_log.COMPLETIONS, resumed, training_log.completion_entry)
-            self.rollouts.on_sample = lambda sample: samples.write({"step": self.state.step + 1, **sample})
+            self.rollouts.on_sample = lambda sample: samples.write(
+                {**sample, "step": self.state.step + (not sample["heldout"])}
+            )
+            self.rollouts.trainer_state = self._trainer_state
         self.tracking.start()
+
+    def _trainer_state(self) -> dict[str, Any]:
+        """Fields of transformers' TrainerState."""
+        state, args = self.state, self.args
+        epoch = state.epoch + state.index / max(1, len(self.stream.epoch(state.epoch)))
+        planned = {"max_steps": state.total_steps, "num_train_epochs": args.num_train_epochs}
+        return {"global_step": state.step, "epoch": epoch, **planned}
 
     def _restore_completions(self, place: Path) -> None:
         """Read the completions that the next step trains on, if it is amid a phase. Raises UserError if they are
@@ -326,7 +344,7 @@ class AdapterRun:
         steps = [place for _, place in run_checkpoint.list_checkpoints(root / run_checkpoint.STEPS, storage=storage)]
         places = [*last, *run_checkpoint.results_of(root, storage), *steps]
         states = [
-            (read_state(place, storage)[0], place)
+            (self._with_own_losses(*read_state(place, storage)), place)
             for place in places
             if not run_checkpoint.checkpoint_damage(place, storage)
         ]

@@ -13,6 +13,7 @@ STOP_TEXT = {
     "interrupt": "a signal or Ctrl-C",
     "callback": "stopped by the callback",
     "request": "ended by request",
+    "no rewards": "the reward functions failed on all completions, so that nothing was learned",
     "non-finite": "the loss or the gradient is not finite; the update was not applied, and the adapter is the last "
     "good one",
     "diverged": f"the update would have left weights not finite or larger than {MAX_PARAMETER:,.0f}; it was not "
@@ -26,6 +27,7 @@ OUTCOMES = {
     "interrupt": "interrupted",
     "callback": "stopped early",
     "request": "stopped early",
+    "no rewards": "failed",
     "non-finite": "failed",
     "diverged": "failed",
 }
@@ -35,7 +37,7 @@ def exit_code(reason: str, signal_name: str | None) -> int:
     """0, 1 for a failed run, or 128 plus the number of the signal that interrupted it."""
     if reason == "interrupt":
         return 128 + (signal.Signals[signal_name] if signal_name else signal.SIGINT)
-    return 1 if reason in ("non-finite", "diverged") else 0
+    return 1 if OUTCOMES[reason] == "failed" else 0
 
 
 class Requests:

@@ -199,6 +199,11 @@ class DataStream:
         answers = [len(row.labels) - prompt for row, prompt in zip(self.prepared.rows, prompts, strict=True)]
         return min(self.args.length, max(prompts) + max(answers))
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row that a pass of any kind computes, which tables of positions must hold."""
+        return max(*self.prepared.lengths, self.longest_mismatched)
+
     def _draws(self, epoch: int | None, rows: Sequence[Row]) -> list[np.ndarray | None]:
         """Dropout keys of each row of a sample, the same at the same position, so that a common prompt has the same."""
         if epoch is None or not self.args.lora_dropout:

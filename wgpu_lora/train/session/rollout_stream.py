@@ -130,6 +130,7 @@ class RolloutStream(DataStream):
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest prompt with the longest completion."""
         return max(self.lengths)
 
     @property

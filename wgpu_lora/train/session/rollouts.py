@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,9 @@ class SamplingStopped(Exception):
 class Rollouts:
     """Samples the completions of one slot's stream.
 
-    on_sample: called with what is shown of each completion of a phase's first prompt.
+    on_sample: called with what is logged of each completion, with `heldout` of those of held-out prompts.
+    trainer_state: what reward functions get of the run's progress. seconds: of the last call of `prepare`, by what they
+    were for. all_failed: whether no completion was rewarded so far, since functions failed; None before any was.
     should_stop: whether the run is to end.
     """
 
@@ -47,6 +50,9 @@ class Rollouts:
     tokenizer: Tokenizer | None
     tools: ToolTurns | None = None
     on_sample: Callable[[dict[str, Any]], None] = lambda sample: None
+    trainer_state: Callable[[], dict[str, Any]] = dict
+    seconds: dict[str, float] = field(default_factory=dict)
+    all_failed: bool | None = None
     should_stop: Callable[[], bool] = lambda: False
     _useless: dict[str, int] = field(default_factory=dict)  # steps so far of which all were so, by what they were
     _warned: set[str] = field(default_factory=set)
@@ -58,28 +64,39 @@ class Rollouts:
             UserError: the adapter's weights are damaged. SamplingStopped: the run is to end.
         """
         stream = self.stream
+        self.seconds = {"sampling_seconds": 0.0, "reward_seconds": 0.0}
         if stream.has_phase(step):
             return
+        begin = time.perf_counter()
         policy, prompts = stream.policy, step.micro_batches[0]
         samples = [sample for sample in prompts for _ in range(policy.num_generations)]
         numbers = [number for _ in prompts for number in range(policy.num_generations)]
         seeds = [self._seed(step.epoch, *pair) for pair in zip(samples, numbers, strict=True)]
         completions, turns = self._sample(session, slot, stream, samples, seeds, events)
         texts = self._texts(stream, completions, turns)
+        sampled = time.perf_counter()
         rewards = self._score(stream, completions, texts)
+        self.seconds = {"sampling_seconds": sampled - begin, "reward_seconds": time.perf_counter() - sampled}
+        self.all_failed = self.all_failed is not False and bool(rewards.failed) and bool(np.isnan(rewards.values).all())
         penalties, of_reference = self._penalties(session, slot, completions)
         shape = len(prompts), policy.num_generations
         values = rewards.values.reshape(*shape, -1)
         group_penalties = penalties.reshape(shape) if penalties is not None else None
         advantages, metrics = policy.advantages(values, self.rewards.weights, group_penalties)
-        metrics |= of_reference | self._metrics(completions, rewards) | self._tool_metrics(len(completions))
+        metrics = (
+            rewards.metrics
+            | metrics
+            | of_reference
+            | self._metrics(completions, rewards)
+            | self._tool_metrics(len(completions))
+        )
         metrics = {name: value for name, value in metrics.items() if np.isfinite(value)}
         result = [
             replace(completion, advantage=float(a))
             for completion, a in zip(completions, advantages.reshape(-1).tolist(), strict=True)
         ]
         stream.phase = Phase(step.epoch, stream.start_of(step), result, metrics)
-        self._show(result[: policy.num_generations], texts, rewards)
+        self._log(result, texts, rewards)
         self._warn(metrics, rewards)
 
     def close(self) -> None:
@@ -99,13 +116,15 @@ class Rollouts:
         watch(0)
         seeds = [self._seed(-1, sample, 0) for sample in samples]
         completions, turns = self._sample(session, slot, stream, samples, seeds)
-        rewards = self._score(stream, completions, self._texts(stream, completions, turns))
+        texts = self._texts(stream, completions, turns)
+        rewards = self._score(stream, completions, texts)
+        self._log(completions, texts, rewards, heldout=True)
         watch(len(samples))
         scored = ~np.isnan(rewards.values).all(1)
         total = np.where(scored, np.nansum(rewards.values * self.rewards.weights, 1), np.nan)
         if not scored.any():
             return {"loss": float("nan")}
-        metrics = {"reward": float(nan_mean(total).item()), **self._metrics(completions, rewards)}
+        metrics = {**rewards.metrics, "reward": float(nan_mean(total).item()), **self._metrics(completions, rewards)}
         metrics |= self._tool_metrics(len(completions))
         return {"loss": 0.0 - metrics["reward"], **{n: v for n, v in metrics.items() if np.isfinite(v)}}
 
@@ -161,7 +180,7 @@ class Rollouts:
                         continue
                     count += 1
                     result[number] = replace(completion, stopped=request.finish_reason == "stop")
-                    if self.tools and self._follow(result[number], turns[number], len(request.token_ids)):
+                    if self.tools and self._follow(stream, result[number], turns[number], len(request.token_ids)):
                         add(number, self._seed(seeds[number], len(completion.token_ids)))
                 events.answering(count, len(requests), tokens)
         finally:
@@ -178,17 +197,20 @@ class Rollouts:
         stop_ids = self.tokenizer.stop_ids if self.tokenizer else set()
         return Request(prompt, str(slot), sampler, max_tokens, stop_ids, logprobs=0)
 
-    def _follow(self, completion: Completion, turns: list[Message], size: int) -> bool:
+    def _follow(self, stream: RolloutStream, completion: Completion, turns: list[Message], size: int) -> bool:
         """Put the results of tools behind a completion, and say whether it goes on. size: of its last turn, in tokens
         before the stop token."""
         assert self.tools is not None
         begin = len(completion.token_ids) - size - completion.stopped
-        result_ids = self.tools.follow(turns, completion.token_ids[begin:], completion.stopped)
-        if not result_ids or len(completion.token_ids) + len(result_ids) >= self.stream.policy.max_completion_length:
+        variables = stream.prepared.columns[completion.sample].get("chat_template_kwargs")
+        result_ids = self.tools.follow(turns, completion.token_ids[begin:], completion.stopped, variables)
+        if len(completion.token_ids) + len(result_ids) >= self.stream.policy.max_completion_length:
+            while turns[-1]["role"] == "tool":  # as in TRL; they are no answer
+                turns.pop()
             return False
         completion.token_ids.extend(result_ids)
         completion.tool_mask.extend([0] * len(result_ids))
-        return True
+        return bool(result_ids)
 
     # -- rewards ---------------------------------------------------------------------------------------------------
 
@@ -210,7 +232,8 @@ class Rollouts:
 
     def _score(self, stream: RolloutStream, completions: Sequence[Completion], texts: Texts) -> Rewards:
         columns = [stream.prepared.columns[completion.sample] for completion in completions]
-        return self.rewards.score(*texts, [completion.token_ids for completion in completions], columns)
+        ids = [completion.token_ids for completion in completions]
+        return self.rewards.score(*texts, ids, columns, self.trainer_state())
 
     def _penalties(
         self, session: Session, slot: int, completions: Sequence[Completion]
@@ -220,11 +243,12 @@ class Rollouts:
         if not (policy.summed and policy.reference):
             return None, {}
         references = session.reference_logprobs(self.stream.segments(completions, slot))
+        trained = [completion.stopped or not policy.mask_truncated_completions for completion in completions]
         gaps = [
-            float((np.array(completion.logprobs) - logprobs).sum())
-            for completion, logprobs in zip(completions, references, strict=True)
+            is_trained * float((np.array(completion.logprobs) - logprobs).sum())
+            for is_trained, completion, logprobs in zip(trained, completions, references, strict=True)
         ]
-        tokens = sum(completion.size for completion in completions)
+        tokens = sum(completion.size for completion, counts in zip(completions, trained, strict=True) if counts)
         return policy.beta * np.array(gaps), {"kl": sum(gaps) / max(1, tokens)}
 
     def _metrics(self, completions: Sequence[Completion], rewards: Rewards) -> dict[str, float]:
@@ -249,8 +273,8 @@ class Rollouts:
         frequency = {"tools/call_frequency": calls / completions}
         return frequency | ({"tools/failure_frequency": failures / calls} if calls else {})
 
-    def _show(self, completions: Sequence[Completion], texts: Texts, rewards: Rewards) -> None:
-        for number, completion in enumerate(completions):
+    def _log(self, completions: Sequence[Completion], texts: Texts, rewards: Rewards, heldout: bool = False) -> None:
+        for number, completion in enumerate(completions[: self.stream.policy.log_completions]):
             scores = {
                 name: None if np.isnan(value) else float(value)
                 for name, value in zip(self.rewards.names, rewards.values[number], strict=True)
@@ -258,7 +282,11 @@ class Rollouts:
             prompt, text = texts[0][number], texts[1][number]
             if not isinstance(text, str) and len(text) == 1:
                 text = text[0]["content"]
-            self.on_sample({"prompt": prompt, "completion": text, "rewards": scores, "advantage": completion.advantage})
+            of_split = {} if heldout else {"advantage": completion.advantage}
+            extra = {column: values[number] for column, values in rewards.extra.items()}
+            self.on_sample(
+                {**extra, "prompt": prompt, "completion": text, "rewards": scores, **of_split, "heldout": heldout}
+            )
 
     def _warn(self, metrics: dict[str, float], rewards: Rewards) -> None:
         """Say what a run cannot learn from, once: functions that fail, rewards that never differ, answers that never

@@ -66,7 +66,7 @@ class Session:
             compared with the base model alone.
         teachers: models that objectives learn from, by slot.
         mismatched: tokens of the longest mismatched row (`DataStream.longest_mismatched`), 0 if there are none.
-        positions: length of the longest row.
+        positions: tokens of the longest row of any pass (`DataStream.longest`).
         sampling: what completions are sampled with, None for no sampling.
         compute_dtype: type that the inputs of frozen matmuls are rounded to (see ops.half).
         saving: how activations are stored for the backward pass.
