@@ -58,14 +58,21 @@ class Limits:
         return min(self.seconds + self.seconds_per_mib * size / (1 << 20), self.max_seconds)
 
 
-def python_command(module: str, limits: Limits) -> list[str]:
-    """The command that calls `main()` of a module, which calls `serve`.
+def python(*arguments: str) -> list[str]:
+    """The command of a Python process. With -P, it imports nothing from the current folder, as every child of ours."""
+    return [sys.executable, "-P", *arguments]
 
-    The child has this process's path, but does not run the start-up code of site-packages.
-    """
-    paths = [*map(os.path.abspath, sys.path), str(ROOT)]
-    start = _START.format(module)
-    return [sys.executable, "-I", "-S", "-c", start, json.dumps(paths), json.dumps(asdict(limits))]
+
+def module_command(module: str, *options: str) -> list[str]:
+    """The command that calls `main()` of a module, with this process's import path, less the current folder."""
+    here = os.getcwd()
+    paths = [path for path in map(os.path.abspath, sys.path) if path != here] + [str(ROOT)]
+    return python(*options, "-c", _START.format(module), json.dumps(paths))
+
+
+def python_command(module: str, limits: Limits) -> list[str]:
+    """The `module_command` of a module whose `main()` calls `serve`, without the start-up code of site-packages."""
+    return [*module_command(module, "-I", "-S"), json.dumps(asdict(limits))]
 
 
 class ChildProcess:
