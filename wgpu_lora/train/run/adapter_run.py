@@ -217,7 +217,8 @@ class AdapterRun:
             if self.args.target_seconds:
                 self.state.total_steps = max(self.state.total_steps, UNTIMED_STEPS)
         resumed = self.state.step if self.resumed_from else None
-        self.log = Log(self.directory / training_log.LOG, resumed)
+        logged = resumed - bool(self.state.postponed) if resumed is not None else None
+        self.log = Log(self.directory / training_log.LOG, logged)
         if self.rollouts and self.storage is PLAIN_FILES:
             samples = Log(self.directory / training_log.COMPLETIONS, resumed, training_log.completion_entry)
             self.rollouts.on_sample = lambda sample: samples.write({"step": self.state.step + 1, **sample})

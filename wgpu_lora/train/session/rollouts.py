@@ -30,16 +30,11 @@ STEPS = 20  # after which rewards that never differed, or completions that never
 Texts = tuple[list[Any], list[Any]]  # prompts and completions, as reward functions get them
 
 
-class SamplingStopped(Exception):
-    """Raised amid sampling when a run is to end."""
-
-
 @dataclass
 class Rollouts:
     """Samples the completions of one slot's stream.
 
     on_sample: called with what is shown of each completion of a phase's first prompt.
-    should_stop: whether the run is to end.
     """
 
     stream: RolloutStream
@@ -47,7 +42,6 @@ class Rollouts:
     tokenizer: Tokenizer | None
     tools: ToolTurns | None = None
     on_sample: Callable[[dict[str, Any]], None] = lambda sample: None
-    should_stop: Callable[[], bool] = lambda: False
     _useless: dict[str, int] = field(default_factory=dict)  # steps so far of which all were so, by what they were
     _warned: set[str] = field(default_factory=set)
 
@@ -55,7 +49,7 @@ class Rollouts:
         """Sample the completions of the step's phase, unless they have been.
 
         Raises:
-            UserError: the adapter's weights are damaged. SamplingStopped: the run is to end.
+            UserError: the adapter's weights are damaged.
         """
         stream = self.stream
         if stream.has_phase(step):
@@ -143,8 +137,6 @@ class Rollouts:
         count = tokens = 0
         try:
             while engine.busy:
-                if self.should_stop():
-                    raise SamplingStopped
                 for output in engine.step():
                     request, of_token = output.request, output.logprobs
                     if request.error:
