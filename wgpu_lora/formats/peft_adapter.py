@@ -17,6 +17,7 @@ from wgpu_lora.formats.peft_config import AdapterConfig, config_dict, parse_conf
 from wgpu_lora.formats.safetensors_checkpoint import SUPPORTED_DTYPES, read_f32_entry
 from wgpu_lora.formats.safetensors_header import read_header
 from wgpu_lora.json_files import parse_object, read_json
+from wgpu_lora.locks import is_directory
 from wgpu_lora.paths import check_path
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -85,7 +86,7 @@ def read_adapter(
     """
     check_path(directory)
     directory = Path(directory)
-    if contents is None and not directory.is_dir():
+    if contents is None and not is_directory(directory):
         raise UserError(f"{directory} is not a directory: give the directory that holds {CONFIG}.")
     where, path = str(directory / CONFIG), directory / WEIGHTS
     content = read_json(directory / CONFIG) if contents is None else parse_object(contents.get(CONFIG, b""), where)

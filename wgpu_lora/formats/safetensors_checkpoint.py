@@ -19,6 +19,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint_names import TensorNames
 from wgpu_lora.formats.safetensors_header import TensorEntry, check_digest, read_bytes, read_header
 from wgpu_lora.json_files import read_json
+from wgpu_lora.locks import is_directory
 
 if TYPE_CHECKING:
     from wgpu_lora.weights.base import Packed
@@ -63,7 +64,7 @@ class Checkpoint:
 
     def __init__(self, directory: str | Path, naming: TensorNames = PLAIN):
         self.directory = Path(directory)
-        if not self.directory.is_dir():
+        if not is_directory(self.directory):
             raise UserError(f"{self.directory} is not a directory: give a directory that holds {SINGLE}.")
         # The order of precedence is that of transformers.
         if (self.directory / SINGLE).exists():

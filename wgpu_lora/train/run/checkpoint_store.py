@@ -14,6 +14,7 @@ from typing import Protocol
 from wgpu_lora.atomic import file_digest, new_directory, write_bytes_atomic
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.json_files import MAX_JSON_BYTES, read_bytes
+from wgpu_lora.locks import is_directory, restore
 from wgpu_lora.tokenizer.tokenizer_files import write_tokenizer
 
 EVIDENCE = "evidence.jsonl"  # the log that a protected run has in its directory
@@ -67,10 +68,14 @@ class PlainFiles(CheckpointStore):
     """Plain files."""
 
     def has(self, directory: Path) -> bool:
-        return directory.is_dir()
+        return is_directory(directory)
 
     def directories(self, root: Path) -> list[Path]:
-        return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+        if not root.is_dir():
+            return []
+        for path in [*root.glob(".*.previous")]:
+            restore(path.with_name(path.name[1:].removesuffix(".previous")))
+        return [path for path in root.iterdir() if path.is_dir()]
 
     def is_file(self, path: Path) -> bool:
         return path.is_file()
