@@ -388,11 +388,12 @@ class AdapterRun:
 
         stop_signal: name of the signal that interrupted the run, if any.
         """
-        for name, data in self.subject.checkpoint_files(session, self.slot).items():
+        companions = session.model.tokenizer_files
+        self.storage.write_tokenizer(self.directory / BEST, companions)
+        companions = companions if self.storage.write_tokenizer(self.directory, companions) else {}
+        for name, data in self.subject.checkpoint_files(session, self.slot, companions).items():
             self.storage.write(self.directory / name, data)
         self.subject.write(session, self.slot, self.directory)
-        for place in (self.directory, self.directory / BEST):
-            self.storage.write_tokenizer(place, session.model.path, session.model.tokenizer)
         record = self.record(session, stop_reason, stop_signal)
         self.storage.write(self.directory / CARD, card(record, session.model.config.AUTO_CLASS).encode())
         self.storage.finish(self.directory)

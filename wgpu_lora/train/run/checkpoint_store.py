@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Protocol
 
 from wgpu_lora.atomic import file_digest, new_directory, write_bytes_atomic
-from wgpu_lora.data import Tokenizer
 from wgpu_lora.json_files import MAX_JSON_BYTES, read_bytes
 from wgpu_lora.locks import is_directory, restore
 from wgpu_lora.tokenizer.tokenizer_files import write_tokenizer
@@ -54,8 +53,11 @@ class CheckpointStore(Protocol):
     def write(self, path: Path, data: bytes | None) -> None:
         """Write a file of the result atomically; None removes it."""
 
-    def write_tokenizer(self, directory: Path, model: Path, tokenizer: Tokenizer | None) -> None:
-        """Write the base's tokenizer and chat template to a directory, if that exists."""
+    def write_tokenizer(self, directory: Path, files: Mapping[str, bytes]) -> bool:
+        """Write the files of the base's tokenizer and chat template to a directory, if that exists and has no others.
+
+        Returns whether it has them.
+        """
 
     def finish(self, directory: Path) -> None:
         """Called when all files of the result are written."""
@@ -106,8 +108,8 @@ class PlainFiles(CheckpointStore):
         else:
             write_bytes_atomic(path, data)
 
-    def write_tokenizer(self, directory: Path, model: Path, tokenizer: Tokenizer | None) -> None:
-        write_tokenizer(directory, model, tokenizer)
+    def write_tokenizer(self, directory: Path, files: Mapping[str, bytes]) -> bool:
+        return write_tokenizer(directory, files)
 
     def finish(self, directory: Path) -> None:
         """Nothing."""
