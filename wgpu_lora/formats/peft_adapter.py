@@ -13,10 +13,12 @@ from safetensors.numpy import save
 
 from wgpu_lora.atomic import new_directory, write_bytes_atomic
 from wgpu_lora.errors import NotFiniteError, UserError
+from wgpu_lora.formats.file_digests import EMPTY, check_digests, with_digests
 from wgpu_lora.formats.peft_config import AdapterConfig, config_dict, parse_config
 from wgpu_lora.formats.safetensors_checkpoint import SUPPORTED_DTYPES, read_f32_entry
 from wgpu_lora.formats.safetensors_header import read_header
 from wgpu_lora.json_files import parse_object, read_json
+from wgpu_lora.locks import is_directory
 from wgpu_lora.paths import check_path
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -68,14 +70,20 @@ def write_adapter(directory: str | Path, tensors: Mapping[str, np.ndarray], conf
             write_bytes_atomic(place / name, data)
 
 
-def adapter_files(tensors: Mapping[str, np.ndarray], config: AdapterConfig) -> dict[str, bytes]:
-    """The content of an adapter's two files, by name. Raises ValueError as `write_adapter` does."""
+def adapter_files(
+    tensors: Mapping[str, np.ndarray], config: AdapterConfig, companions: Mapping[str, bytes] = EMPTY
+) -> dict[str, bytes]:
+    """The content of an adapter's two files, by name. Raises ValueError as `write_adapter` does.
+
+    companions: files that are written beside them, such as the tokenizer's.
+    """
     for name, tensor in tensors.items():
         match = _KEY.fullmatch(name)
         if not match or tensor.dtype != np.float32 or tensor.ndim != (1 if match[3] else 2):
             raise ValueError(f"{name} ({tensor.dtype}, {tensor.ndim}-D) is not a float32 LoRA matrix")
-    weights = save({name: np.ascontiguousarray(t) for name, t in tensors.items()}, metadata={"format": "pt"})
-    return {WEIGHTS: weights, CONFIG: json.dumps(config_dict(config), indent=2, sort_keys=True).encode() + b"\n"}
+    files = {CONFIG: json.dumps(config_dict(config), indent=2, sort_keys=True).encode() + b"\n"}
+    weights = save({name: np.ascontiguousarray(t) for name, t in tensors.items()})
+    return {WEIGHTS: with_digests(weights, {**companions, **files}), **files}
 
 
 def read_adapter(
@@ -98,7 +106,7 @@ def read_adapter(
     """
     check_path(directory)
     directory = Path(directory)
-    if contents is None and not directory.is_dir():
+    if contents is None and not is_directory(directory):
         raise UserError(f"{directory} is not a directory: give the directory that holds {CONFIG}.")
     where, path = str(directory / CONFIG), directory / WEIGHTS
     content = read_json(directory / CONFIG) if contents is None else parse_object(contents.get(CONFIG, b""), where)
@@ -124,6 +132,7 @@ def read_adapter(
                 f"{name} in {path} has values that are not finite: train the adapter again, or use another."
             )
         halves.setdefault(match[1], {})[(match[2] or match[3]).upper()] = values
+    check_digests(path, contents)
     if not halves:
         raise UserError(f"{path} holds no tensors: train or download the adapter again.")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from wgpu_lora.atomic import write_bytes_atomic
@@ -35,26 +36,25 @@ def adapter_tokenizer(base: Tokenizer, vocab_size: int, adapter: str | Path) -> 
     return result
 
 
-def write_tokenizer(directory: Path, model: Path, tokenizer: Tokenizer | None) -> None:
-    """Write a model's tokenizer and chat template to an adapter's directory, if that exists.
+def write_tokenizer(directory: Path, files: Mapping[str, bytes]) -> bool:
+    """Write the files of a model's tokenizer and chat template to an adapter's directory; returns whether it has them.
 
-    If the directory already has one of the files with other contents, nothing is written. Links that lead out of the
-    model's directory are not followed. For a GGUF file, the converted tokenizer is written.
+    If there is no such directory, or it has one of the files with other contents, nothing is written.
 
     Raises:
         OSError: the files cannot be written.
     """
-    if tokenizer is None or not directory.is_dir():
-        return
-    files = tokenizer_files(model, tokenizer)
+    if not directory.is_dir():
+        return False
     for name, data in files.items():
         path = directory / name
         if path.is_symlink() or (path.exists() and not (path.is_file() and path.read_bytes() == data)):
-            return
+            return False
     for name, data in files.items():
         if not (directory / name).exists():
             (directory / name).parent.mkdir(exist_ok=True)
             write_bytes_atomic(directory / name, data)
+    return True
 
 
 def copy_tokenizer(adapter: Path, directory: Path) -> None:
@@ -71,8 +71,14 @@ def copy_tokenizer(adapter: Path, directory: Path) -> None:
         (directory / name).write_bytes(data)
 
 
-def tokenizer_files(model: Path, tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Contents by name: the base's files or, if these have changed since loading, the loaded tokenizer."""
+def tokenizer_files(model: Path, tokenizer: Tokenizer | None) -> dict[str, bytes]:
+    """The files of a model's tokenizer and chat template by name; none without a tokenizer.
+
+    They are the base's or, if these have changed since loading, made from the loaded tokenizer. Links that lead out of
+    the model's directory are not followed. For a GGUF file, they are those of the converted tokenizer.
+    """
+    if tokenizer is None:
+        return {}
     try:
         files = _files_of(model) if model.is_dir() else {}
     except OSError:  # removed or locked since loading
