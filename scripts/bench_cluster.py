@@ -23,6 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.child_process import python
+
 WARM = 5  # steps at the beginning, which compile
 
 
@@ -92,7 +94,7 @@ def command(words: list[str], environment: dict[str, str]) -> float:
     """Seconds that a command takes. Raises SystemExit with what it said if it fails."""
     begin = time.perf_counter()
     process = subprocess.run(
-        [sys.executable, "-m", "wgpu_lora", *words], env=environment, capture_output=True, text=True, check=False
+        python("-m", "wgpu_lora", *words), env=environment, capture_output=True, text=True, check=False
     )
     if process.returncode:
         raise SystemExit(f"{' '.join(words)}: exit code {process.returncode}\n{process.stdout}{process.stderr}")
@@ -101,7 +103,7 @@ def command(words: list[str], environment: dict[str, str]) -> float:
 
 def wait_for(environment: dict[str, str], run: str) -> None:
     """Wait until a run has ended; its results stay on the cluster."""
-    words = [sys.executable, "-m", "wgpu_lora", "cluster", "status", "--local", "--json"]
+    words = python("-m", "wgpu_lora", "cluster", "status", "--local", "--json")
     while True:
         process = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
         if any(entry["name"] == run and entry["over"] for entry in json.loads(process.stdout)["runs"]):

@@ -6,6 +6,8 @@ what exists. Temporary files are beside their target, with its name in theirs, a
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import hashlib
 import os
 import shutil
@@ -16,7 +18,7 @@ from itertools import count
 from pathlib import Path
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.locks import FULL, check_output, locked, remove, unwritable
+from wgpu_lora.locks import FULL, check_output, locked, remove, restore, unwritable
 
 
 def _read_umask() -> int:
@@ -25,6 +27,7 @@ def _read_umask() -> int:
     return mask
 
 
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of renameat2
 UMASK = _read_umask()  # read once, since reading it briefly changes it for all threads
 
 
@@ -218,24 +221,37 @@ def write_new_bytes(path: str | Path, data: bytes, option: str, replacing: bytes
 def replace_directory(tmp: str | Path, final: str | Path) -> None:
     """Replace the directory `final` with the finished directory `tmp` on the same file system.
 
-    Everything in `tmp` is flushed to disk first. A directory cannot be renamed over a non-empty one, so an existing
-    `final` is first renamed to `.<name>.previous`; a crash in between leaves both intact. Raises OSError.
+    Everything in `tmp` is flushed to disk first. An existing `final` is exchanged with it in one operation, so that
+    there is no moment without one. Where the system cannot do so, it is first renamed to `.<name>.previous`; after a
+    crash in between, the next reader or writer renames it back (`restore`). Raises OSError.
     """
     tmp, final = Path(tmp), Path(final)
     for path in (*sorted(tmp.rglob("*")), tmp):
         _flush(path)
     previous = final.with_name(f".{final.name}.previous")
-    if final.exists():
-        remove(previous)
-        final.rename(previous)
-    try:
-        tmp.rename(final)
-    except BaseException:
-        if previous.exists():
-            previous.rename(final)
-        raise
+    exchanged = final.exists() and _exchange(tmp, final)
+    while not exchanged:
+        if final.exists():
+            remove(previous)
+            final.rename(previous)
+        try:
+            tmp.rename(final)
+            break
+        except BaseException as error:
+            restore(final)
+            if getattr(error, "errno", None) not in (errno.ENOTEMPTY, errno.EEXIST):  # a reader restored it
+                raise
     sync_directory(final.parent)
-    remove(previous)
+    remove(tmp if exchanged else previous)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two paths in one operation; False where the system, or the file system, cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):  # not Linux
+        return False
+    return not rename(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE)
 
 
 def sha256(data: bytes) -> str:

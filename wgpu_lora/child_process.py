@@ -24,6 +24,7 @@ import psutil
 
 from wgpu_lora import seccomp
 from wgpu_lora.assets import ROOT
+from wgpu_lora.signals import check_stop, stop_requested
 
 try:
     import resource
@@ -58,14 +59,21 @@ class Limits:
         return min(self.seconds + self.seconds_per_mib * size / (1 << 20), self.max_seconds)
 
 
-def python_command(module: str, limits: Limits) -> list[str]:
-    """The command that calls `main()` of a module, which calls `serve`.
+def python(*arguments: str) -> list[str]:
+    """The command of a Python process. With -P, it imports nothing from the current folder, as every child of ours."""
+    return [sys.executable, "-P", *arguments]
 
-    The child has this process's path, but does not run the start-up code of site-packages.
-    """
-    paths = [*map(os.path.abspath, sys.path), str(ROOT)]
-    start = _START.format(module)
-    return [sys.executable, "-I", "-S", "-c", start, json.dumps(paths), json.dumps(asdict(limits))]
+
+def module_command(module: str, *options: str) -> list[str]:
+    """The command that calls `main()` of a module, with this process's import path, less the current folder."""
+    here = os.getcwd()
+    paths = [path for path in map(os.path.abspath, sys.path) if path != here] + [str(ROOT)]
+    return python(*options, "-c", _START.format(module), json.dumps(paths))
+
+
+def python_command(module: str, limits: Limits) -> list[str]:
+    """The `module_command` of a module whose `main()` calls `serve`, without the start-up code of site-packages."""
+    return [*module_command(module, "-I", "-S"), json.dumps(asdict(limits))]
 
 
 class ChildProcess:
@@ -100,6 +108,7 @@ class ChildProcess:
         self.limits, self.owner = limits, os.getpid()
         self.deadline = float("inf")
         self.seconds = 0.0
+        self._stop_requested = stop_requested()
         self.reason = ""  # why it was ended
         self._end = weakref.finalize(self, _end, self.popen, self.owner)
 
@@ -111,7 +120,7 @@ class ChildProcess:
     def ask(self, message: Any, factor: int = 1) -> Any:
         """Send a message to `serve` and return its answer, which must come within the time limit.
 
-        An exception, such as an interrupt, ends the child, since its answer would be taken for the next one.
+        An exception, such as an interrupt or Stopped, ends the child, since its answer would be taken for the next one.
 
         Args:
             factor: how often the child works through the message, which raises the limit.
@@ -129,6 +138,7 @@ class ChildProcess:
     def within(self, seconds: float) -> Iterator[None]:
         """Watch the child during the block, which may take PATIENCE times as much as `seconds` of CPU time."""
         self.seconds, self.deadline = seconds, time.monotonic() + seconds * PATIENCE
+        self._stop_requested = stop_requested()
         _WATCHDOG.add(self)
         try:
             yield
@@ -172,6 +182,7 @@ class ChildProcess:
 
     def _ended(self) -> ChildEnded:
         code = self.end()
+        check_stop()
         if code == -getattr(signal, "SIGPROF", 0):
             self.reason = f"it computed for more than {self.seconds:.0f} seconds"
         if self.limits and not self.reason:
@@ -179,14 +190,14 @@ class ChildProcess:
         return ChildEnded(self.reason or f"it ended with exit code {code}")
 
     def check_limits(self) -> None:
-        """Kill the child if it exceeds its time or memory."""
+        """Kill the child if it exceeds its time or memory, or if the work that waits for it is to stop."""
         resident = 0
         with suppress(psutil.Error):
             resident = psutil.Process(self.popen.pid).memory_info().rss
         if time.monotonic() > self.deadline:
             self.reason = f"it computed for more than {self.seconds:.0f} seconds"
             self.popen.kill()
-        elif self.limits and resident > self.limits.memory:
+        elif self._stop_requested() or (self.limits and resident > self.limits.memory):
             self.popen.kill()
 
     def end(self, grace: float = 0.0) -> int:

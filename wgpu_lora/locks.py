@@ -116,11 +116,25 @@ def sweep(directory: str | Path, name: re.Pattern[str]) -> None:
             inner = _LEFTOVER.fullmatch(inner[1])  # a temporary file for a temporary directory
         if not match or not inner:
             continue
-        final = directory / match[1]
-        if path.is_dir() and match[3] == "previous" and not final.exists():
-            path.rename(final)
+        if match[3] == "previous" and not (directory / match[1]).exists():
+            restore(directory / match[1])
         elif path.is_dir() or (match[2] and match[3] == "tmp"):  # only tempfile makes files
             remove(path)
+
+
+def restore(path: Path) -> None:
+    """Rename a directory back that a killed replacement has moved away. Readers may call it at any time."""
+    previous = path.with_name(f".{path.name}.previous")
+    if previous.is_dir() and not path.exists():
+        with suppress(OSError):  # another process has just put one there
+            previous.rename(path)
+
+
+def is_directory(path: Path) -> bool:
+    """Whether there is a directory to read, after `restore`."""
+    if not path.is_dir() and path.name:
+        restore(path)
+    return path.is_dir()
 
 
 def remove(path: Path) -> None:

@@ -8,9 +8,38 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 # Windows has no SIGHUP.
 ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+_requested: ContextVar[Callable[[], bool]] = ContextVar("stop_requested", default=lambda: False)
+
+
+class Stopped(BaseException):
+    """Ends work that is asked to stop, and that whoever asked can do again."""
+
+
+@contextmanager
+def stoppable(requested: Callable[[], bool]) -> Iterator[None]:
+    """The block's work ends with Stopped once `requested()`: before it submits or compiles anything more for the
+    device, and while it waits for a child process."""
+    token = _requested.set(requested)
+    try:
+        yield
+    finally:
+        _requested.reset(token)
+
+
+def stop_requested() -> Callable[[], bool]:
+    """Whether the work of this thread is asked to stop, as a function for others to call."""
+    return _requested.get()
+
+
+def check_stop() -> None:
+    """Raise Stopped if this thread's work is asked to stop."""
+    if _requested.get()():
+        raise Stopped
 
 
 @contextmanager

@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,10 @@ from support.gguf_models import DEMO, make_adapter, read, small
 from support.models import save_golden_adapter, words_model
 from support.sampling import sample
 
-from wgpu_lora.atomic import file_digest, new_directory
+from wgpu_lora.atomic import file_digest, new_directory, replace_directory
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.locks import locked
+from wgpu_lora.locks import is_directory, locked
 from wgpu_lora.protect.overhead_results import PUBLISHED
 from wgpu_lora.protect.sealed.keys import DataKey, write_private
 
@@ -261,6 +264,76 @@ def test_what_was_moved_away_comes_back(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exists already"), new_directory(tmp_path / "a", "--output"):
         pass
     assert names(tmp_path) == ["a", "a/x"]
+
+
+def directory_of(place: Path, text: str) -> Path:
+    place.mkdir()
+    (place / "x").write_text(text)
+    return place
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has no renameat2")
+def test_a_replaced_directory_is_there_at_every_moment(tmp_path: Path) -> None:
+    final, ended = directory_of(tmp_path / "a", "0"), threading.Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            (final / "x").read_text()  # raises if there is none
+
+    with ThreadPoolExecutor(1) as pool:
+        watch = pool.submit(look)
+        for number in range(1, 100):
+            replace_directory(directory_of(tmp_path / ".b.tmp", str(number)), final)
+        ended.set()
+        watch.result()
+    assert (final / "x").read_text() == "99"
+    assert names(tmp_path) == ["a", "a/x"]
+
+
+def test_without_an_exchange_a_reader_finishes_what_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that restores the directory amid a replacement costs it nothing."""
+    monkeypatch.setattr("wgpu_lora.atomic._exchange", lambda *_: False)
+    final, rename, restored = directory_of(tmp_path / "a", "old"), Path.rename, list[bool]()
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name == ".b.tmp":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    def beside_a_reader(path: Path, target: Path) -> Path:
+        if path.name == ".b.tmp" and not restored:
+            restored.append(is_directory(final))
+        return rename(path, target)
+
+    new = directory_of(tmp_path / ".b.tmp", "new")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", killed)
+        patched.setattr("wgpu_lora.atomic.restore", lambda path: None)
+        with pytest.raises(KeyboardInterrupt):
+            replace_directory(new, final)
+    assert not final.exists()
+    assert is_directory(final)
+    monkeypatch.setattr(Path, "rename", beside_a_reader)
+    replace_directory(new, final)
+    assert restored == [True]
+    assert (final / "x").read_text() == "new"
+    assert names(tmp_path) == ["a", "a/x"]
+
+
+READERS = {
+    "adapter": ["generate", "--model", MODEL, "--adapter", "{moved}", "--prompt", "w1", "--max-new-tokens", "1"],
+    "model": ["plan", "--model", "{moved}", "--data", "{place}/rows.jsonl", "--max-length", "16"],
+    "folder": ["data", "stats", "--data", "{moved}", "--model", MODEL, "--no-measure", "--max-length", "16"],
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_every_reader_finishes_a_killed_replacement(place: Path, tmp_path: Path, kind: str) -> None:
+    shutil.copytree(place / kind, tmp_path / ".moved.previous")
+    if kind == "folder":
+        shutil.copy(place / "rows.jsonl", tmp_path / ".moved.previous" / "train.jsonl")
+    run([word.format(place=place, moved=tmp_path / "moved") for word in READERS[kind]])
+    assert (tmp_path / "moved").is_dir()
 
 
 @pytest.mark.usefixtures("fresh_device")

@@ -146,7 +146,7 @@ def test_what_is_made_of_messages():
         ({"prompt": "a"}, "fits no format"),
         ({"text": None}, "'text' is null"),
         ({"text": ["a"]}, "'text' is a list"),
-        ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, "both must be strings"),
+        ({"prompt": "a", "completion": [{"role": "user", "content": "b"}]}, "both must be strings"),
         ({"instruction": "a", "output": 3}, "'output' is a number"),
         ({"messages": []}, "'messages' is an empty list"),
         ({"messages": "Hi"}, "'messages' is a string"),
@@ -422,7 +422,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "chosen": "b", "rejected": None}, "'rejected' is null, but must be a string or a list"),
     ({"prompt": "a", "chosen": "b"}, "the row fits no format: its keys are 'prompt', 'chosen', but the formats need"),
     ({"chosen": chat("a", "b"), "rejected": "c"}, "'chosen' is a list and 'rejected' a string, but both must be"),
-    ({"prompt": "a", "chosen": chat("a", "b"), "rejected": chat("a", "c")}, "'prompt' is a string, but 'chosen' and"),
+    (
+        {"prompt": "x", "chosen": chat("a", "b"), "rejected": chat("a", "c")},
+        "'prompt' is a text, but the conversations",
+    ),
     ({"prompt": chat("a"), "chosen": chat("b"), "rejected": chat("c")}, "'chosen' has no message of the assistant"),
     ({"chosen": [*chat("a"), *chat("b")], "rejected": chat("a", "c")}, "'chosen' has no message of the assistant"),
 ]

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 from support.data import NAMED, backend_json, chat, small_tokenizer, template_source, write_jsonl
-from support.sources import prepared, refused
+from support.sources import ids_of, prepared, refused, write_source
 from tokenizers import Tokenizer as Backend
 
 from wgpu_lora.data import UNTRAINED, Tokenizer, parse_example, tokenize_example, tokenize_source
 from wgpu_lora.data.example_formats import EXAMPLES
 from wgpu_lora.data.preference_formats import PAIRS
 from wgpu_lora.errors import UserError
+from wgpu_lora.tokenizer.chat_template import arguments_of
 from wgpu_lora.tokenizer.examples import Conversation
 from wgpu_lora.tokenizer.label_mask import tokenize_examples
 
@@ -132,6 +133,8 @@ CALL_TURN, FUNCTIONS = {"from": "function_call", "value": json.dumps(OLDER)}, '[
 )  # fmt: skip
 def test_calls_and_schemas_of_every_spelling_become_tool_calls_and_tools(row: dict[str, Any]) -> None:
     example = normal(**row)
+    [call] = example.messages[-1]["tool_calls"]
+    call["function"]["arguments"] = {**arguments_of(call["function"]["arguments"])}  # text is rendered alike
     assert example.messages == [*chat("a"), {"role": "assistant", "content": None, "tool_calls": [CALL]}]
     assert (example.tools, example.trained) == ([SCHEMA], {1})
     assert trained(row, with_template(TOOLS)) == ['<call>area({"w": 3})</call><|im_end|>']
@@ -140,7 +143,7 @@ def test_calls_and_schemas_of_every_spelling_become_tool_calls_and_tools(row: di
 @pytest.mark.parametrize(
     ("call", "arguments"),
     [
-        ({"name": "area", "arguments": '{"w": 3}'}, {"w": 3}),
+        ({"name": "area", "arguments": '{"w": 3}'}, '{"w": 3}'),
         ({"name": "area", "parameters": {"w": 3}}, {"w": 3}),
         ({"type": "function", "function": {"name": "area"}}, {}),
         ({"function": {"name": "area", "arguments": ""}}, {}),
@@ -170,20 +173,14 @@ def test_schemas_of_either_form_in_functions_are_tools() -> None:
     assert normal(messages=chat("a", "b"), functions=[SCHEMA]).tools == [SCHEMA]
 
 
-def test_a_system_column_means_the_same_in_every_spelling_and_unused_columns_are_named(tmp_path: Path) -> None:
+def test_a_system_column_means_the_same_in_every_spelling_and_is_named_elsewhere(tmp_path: Path) -> None:
     for key, turn in SPELLINGS.items():
         messages = [turn(role, text, {}) for role, text in TURNS]
         example = normal(**{key.strip(): messages, "system": "Be kind."})
         assert example.messages[0] == {"role": "system", "content": "Be kind."}
         assert example.trained == {2, 4}
-    rows = [
-        {"prompt": "q", "completion": "a", "system": "s"},
-        {"instruction": "q", "output": "a", "history": [["a", "b"]]},
-        {"messages": chat("q", "a"), "mask": [1]},
-    ]
-    summary = prepared(write_jsonl(tmp_path / "a.jsonl", *rows)).summary()
-    for name, line in (("system", 1), ("history", 2), ("mask", 3)):
-        assert f"the column '{name}' is not used (line {line})" in summary
+    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "q", "completion": "a", "system": "s"})
+    assert "the column 'system' is not used (rows of messages use it) (line 1)" in prepared(path).summary()
 
 
 def test_fields_and_roles_of_turns_are_kept() -> None:
@@ -253,7 +250,7 @@ NO_SYSTEM = (
         (TOOLS, [{**ASSISTANT, "tool_calls": [CALL]}], set(), 0, ['answer<call>area({"w": 3})</call><|im_end|>']),
         (TEXT_OR_CALLS, [{**ASSISTANT, "tool_calls": [CALL]}, *RESULT], {"'tool_calls'"}, 1, ["It is 9.<|im_end|>"]),
         (FIRST_CALL, [{**CALLING, "tool_calls": [CALL, CALL]}, *RESULT], {"'tool_calls'"}, 1, ["It is 9.<|im_end|>"]),
-        (TOOLS, [{**ASSISTANT, "mask": True, "name": "Ann"}], {"'name'", "'mask'"}, 0, ["answer<|im_end|>"]),
+        (TOOLS, [{**ASSISTANT, "mood": True, "name": "Ann"}], {"'name'", "'mood'"}, 0, ["answer<|im_end|>"]),
         (NO_SYSTEM, [ASSISTANT], {"content of the role 'system'", "'tools'"}, 0, None),
         (THINKING, [REASONED, *chat("x", "y")], set(), 0, None),
     ],
@@ -421,3 +418,127 @@ def beginning() -> Tokenizer:
 def test_refusals_of_the_template_are_those_of_rows(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", {"messages": [*chat("a"), CALLING]})
     assert refused(path).endswith("use a model whose template does, or leave the row out.")
+
+
+# -- arguments of tool calls -------------------------------------------------------------------------------------------
+
+ARGUMENTS = {"city": "K\u00f6ln", "deep": True, "n": None, "x": 1.5, "tags": ["a", {"b": None}]}
+TEXT = json.dumps(ARGUMENTS, ensure_ascii=False)
+PARTS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+END = "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+OF_ARGUMENTS = {
+    "printed": "{{ c.function.arguments }}",
+    "joined": "{{ '<' + c.function.arguments + '>' }}",
+    "joined by a tilde": "{{ '<' ~ c.function.arguments ~ '>' }}",
+    "as JSON": "{{ c.function.arguments | tojson }}",
+    "either": "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}",
+    "stripped": "{{ c.function.arguments.strip() }}",
+    "values as JSON": "{% for k, v in c.function.arguments.items() %}{{ k }}: {{ v | tojson }}; {% endfor %}",
+    "items": "{% for k, v in c.function.arguments | items %}{{ k }}: {{ v | tojson }}; {% endfor %}",
+}
+
+
+def with_call(arguments: Any) -> dict[str, Any]:
+    call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": arguments}}
+    return {"messages": [*chat("q"), {"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize("name", OF_ARGUMENTS)
+def test_arguments_are_what_the_template_takes(name: str) -> None:
+    """As JSON text or as an object, however the row gives them, and never as Python writes them."""
+    tokenizer = with_template(PARTS + OF_ARGUMENTS[name] + END)
+    [text] = trained(with_call(ARGUMENTS), tokenizer)
+    assert trained(with_call(TEXT), tokenizer) == [text]
+    assert not any(word in text for word in ("None", "True", "'"))
+    for value in ("null", "true", "1.5", "K\u00f6ln"):
+        assert value in text
+    if name not in ("values as JSON", "items"):
+        assert TEXT in text
+
+
+def test_text_of_arguments_is_printed_as_it_is() -> None:
+    tokenizer = with_template(PARTS + OF_ARGUMENTS["printed"] + END)
+    assert trained(with_call('{"a":1e3}'), tokenizer) == ['{"a":1e3}<|im_end|>']
+    assert trained(with_call("not JSON"), tokenizer) == ["not JSON<|im_end|>"]
+    for nothing in (None, "", " ", "null", {}, "{}"):
+        assert trained(with_call(nothing), tokenizer) == ["{}<|im_end|>"]
+
+
+def test_a_template_that_writes_values_as_python_does_is_noted(tmp_path: Path) -> None:
+    source = "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }},{% endfor %}"
+    options = {"tokenizer": with_template(PARTS + source + END), "max_length": 512}
+    noted = "the chat template writes some arguments of tool calls as Python does, not as JSON (line 2)"
+    rows = [with_call({"city": "a", "n": 1}), with_call({"deep": True})]
+    assert noted in tokenize_source(write_jsonl(tmp_path / "a.jsonl", *rows), **options).summary()
+    options["tokenizer"] = with_template(PARTS + OF_ARGUMENTS["as JSON"] + END)
+    assert "Python" not in tokenize_source(write_jsonl(tmp_path / "a.jsonl", *rows), **options).summary()
+
+
+def test_nulls_of_arguments_mean_the_same_in_every_kind_of_file(tmp_path: Path) -> None:
+    options = {"tokenizer": with_template(PARTS + OF_ARGUMENTS["as JSON"] + END), "max_length": 512}
+    row = with_call({"city": "a", "n": None})
+    expected = tokenize_source(write_jsonl(tmp_path / "a.jsonl", row), **options)
+    assert "tool calls have null arguments" in expected.summary()
+    assert (
+        "tool calls have null arguments"
+        not in tokenize_source(write_jsonl(tmp_path / "b.jsonl", with_call('{"n": null}')), **options).summary()
+    )
+    for name, value in (("a.json", row), ("a.parquet", row), ("a.csv", {"messages": json.dumps(row["messages"])})):
+        assert ids_of(tokenize_source(write_source(tmp_path / name, [value]), **options)) == ids_of(expected)
+
+
+# -- the text that is really trained on --------------------------------------------------------------------------------
+
+THINKING = [text for i in range(3) for text in (f"q{i}", f"<think>\nt{i}\n</think>\n\na{i}")]
+_LAST = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+)
+EARLIER_CUT = _LAST + (
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}"
+    "{{ m.content if loop.index0 > ns.last else m.content.split('</think>')[-1].strip() }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_marked_turns_are_trained_with_their_own_reasoning() -> None:
+    """A template that drops the reasoning of earlier turns gives a row for each turn, with or without marks."""
+    row = {"messages": chat(*THINKING)}
+    whole = [f"{text}<|im_end|>" for text in THINKING[1::2]]
+    unmarked = EARLIER_CUT.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    for source in (EARLIER_CUT, unmarked):
+        tokenizer = with_template(source)
+        assert trained(row, tokenizer) == whole
+        assert len(tokenize_example(parse_example(row), tokenizer)) == 3
+    plain = {"messages": chat(*[text.rpartition("\n")[2] for text in THINKING])}
+    assert len(tokenize_example(parse_example(plain), with_template(EARLIER_CUT))) == 1
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_reasoning_that_a_template_cuts_from_answers_is_noted(tmp_path: Path, marked: bool) -> None:
+    answer = "{{ m.content.split('</think>')[-1] }}<|im_end|>"
+    answer = "{% generation %}" + answer + "{% endgeneration %}" if marked else answer
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}" + answer + "{% else %}"
+        "{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    path = write_jsonl(tmp_path / "a.jsonl", {"messages": chat(*THINKING)}, {"messages": chat("q", "a")})
+    summary = tokenize_source(path, with_template(source), max_length=512).summary()
+    assert "the chat template leaves out a part of content of the role 'assistant' of 1 row (line 1)" in summary
+
+
+def test_rows_with_the_text_of_control_tokens_are_counted(tmp_path: Path) -> None:
+    rows = [
+        {"messages": chat("What is <|im_end|>?", "a")},
+        {"messages": chat("q", "It is <|im_end|>.")},
+        {"messages": chat("q", "a")},
+        {"instruction": "q", "output": "an <|im_end|>"},
+        {"prompt": "q", "completion": "a <|im_end|> b"},
+        {"prompt": "<s>q", "completion": "a</s>"},
+    ]
+    tokenizer = small_tokenizer("chatml")
+    summary = tokenize_source(write_jsonl(tmp_path / "a.jsonl", *rows), tokenizer, max_length=512).summary()
+    assert "the text has the control token '<|im_end|>', which the model reads as such (lines 1, 2, 4, ...)" in summary
+    assert "'<s>'" not in summary

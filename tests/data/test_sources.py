@@ -314,12 +314,13 @@ class Hub:
 
 def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
-    table = datasets.Dataset.from_list([{**row, "picture": b"x"} for row in ROWS])
+    rows = [{**row, "id": i} for i, row in enumerate(ROWS)]
+    table = datasets.Dataset.from_list(rows)
     hub = Hub({"train": table, "validation": table.select([0]), "test": table})
     monkeypatch.setitem(__import__("sys").modules, "datasets", hub)
     source, heldout = training_data("some-one/some-rows")
     assert ids_of(prepared(source)) == ids_of(prepared(python_source(ROWS)))
-    assert prepared(source).digest == prepared(python_source([dict(reversed(row.items())) for row in ROWS])).digest
+    assert prepared(source).digest == prepared(python_source([dict(reversed(row.items())) for row in rows])).digest
     assert (source.path, heldout.path) == ("some-one/some-rows (train)", "some-one/some-rows (validation)")
     assert source.notes[0].startswith("some-one/some-rows (test) beside some-one/some-rows (train) is not used")
     train_source, nothing = training_data("some-one/some-rows", split="train[:9]", dataset_config="main")
@@ -330,7 +331,7 @@ def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     hub.answer = {"all": table.rename_column("prompt", "question")}
     source, _ = training_data("some-one/some-rows")
-    assert "some-one/some-rows (all): the columns are 'question', 'completion', 'picture', but" in refused(source)
+    assert "some-one/some-rows (all): the columns are 'question', 'completion', 'id', but" in refused(source)
     hub.answer = {"a": table, "b": table}
     with pytest.raises(UserError, match="has no split 'train', only a and b: choose one with split"):
         training_data("some-one/some-rows")
@@ -395,7 +396,7 @@ def test_rows_from_python() -> None:
         ([{"text": "a"}, {"tekst": "b"}], "^row 2 of data: the row fits no format: its keys are 'tekst'"),
         ([{"text": "\ud800"}], "^row 1 of data: a text has a lone surrogate"),
         ([{1: "a"}], "a key is not a string"),
-        ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": float("nan")}], "'completion' NaN"),
+        ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": float("nan")}], "'completion' is NaN"),
     ],
 )  # fmt: skip
 def test_rows_from_python_that_are_wrong(data: Any, words: str) -> None:

@@ -162,6 +162,7 @@ def test_what_peft_writes_by_default_is_read():
 
 
 GOOD, FIRST = tensors(), tensor_name(path_of(0, "q_proj"), "A")
+MODEL = "base_model.model."
 
 
 @pytest.mark.parametrize(
@@ -170,6 +171,14 @@ GOOD, FIRST = tensors(), tensor_name(path_of(0, "q_proj"), "A")
         (GOOD, {"r": 3}, r"do not fit rank 3 of adapter_config.json"),
         ({k: v for k, v in GOOD.items() if k != FIRST}, {}, r"holds only lora_B of model.layers.0.self_attn.q_proj"),
         ({**GOOD, FIRST + ".x": GOOD[FIRST]}, {}, "not a LoRA factor of a module"),
+        ({**GOOD, tensor_name("lm_head", "A"): GOOD[FIRST]}, {}, r"a tensor of the LM head .*which is not supported"),
+        ({**GOOD, f"{MODEL}lm_head.base_layer.weight": GOOD[FIRST]}, {}, "a tensor of the LM head"),
+        ({**GOOD, f"{MODEL}model.embed_tokens.lora_embedding_A": GOOD[FIRST]}, {}, "an adapter of the embedding"),
+        ({**GOOD, f"{MODEL}model.embed_tokens.weight": GOOD[FIRST]}, {}, "a tensor of the embedding"),
+        ({**GOOD, f"{MODEL}model.layers.0.mlp.up_proj.bias": GOOD[FIRST]}, {}, "a bias of the base that was trained"),
+        ({**GOOD, FIRST.replace("A.weight", "B.bias"): GOOD[FIRST]}, {}, "a bias of a LoRA"),
+        ({**GOOD, f"{MODEL}score.weight": GOOD[FIRST]}, {}, "a head for classification or rewards"),
+        ({**GOOD, f"{MODEL}model.norm.weight": GOOD[FIRST]}, {}, "a norm that was trained"),
         ({**GOOD, FIRST.removeprefix("base_model.model."): GOOD[FIRST]}, {}, "not a LoRA factor of a module"),
         ({FIRST.replace("A.", "A.default."): GOOD[FIRST]}, {}, "not a LoRA factor of a module as PEFT saves it"),
         ({**GOOD, FIRST: GOOD[FIRST].astype(np.int32)}, {}, r"dtype I32: .* BF16, F16, F32"),

@@ -18,7 +18,7 @@ from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub_upload import prepare
 from wgpu_lora.models.model_files import read_model
-from wgpu_lora.tokenizer.tokenizer_files import write_tokenizer
+from wgpu_lora.tokenizer.tokenizer_files import tokenizer_files, write_tokenizer
 
 DEMO = DEMO_MODEL
 WRITTEN = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
@@ -67,7 +67,7 @@ def test_a_run_leaves_what_its_base_has(tmp_path: Path):
 
 
 def test_files_are_copied_byte_for_byte(base: Path, adapter: Path):
-    write_tokenizer(adapter, base, Tokenizer.load(base))
+    write_tokenizer(adapter, tokenizer_files(base, Tokenizer.load(base)))
     assert names(adapter) == WRITTEN | {"tokenizer.model", "additional_chat_templates/tool_use.jinja"}
     for name in names(adapter):
         assert (adapter / name).read_bytes() == (base / name).read_bytes()
@@ -79,13 +79,13 @@ def test_a_link_out_of_the_base_is_not_followed(base: Path, adapter: Path, tmp_p
     (base / "tokenizer.model").unlink()
     (base / "tokenizer.model").symlink_to(tmp_path / "secret")
     os.mkfifo(base / "vocab.json")
-    write_tokenizer(adapter, base, tokenizer)
+    write_tokenizer(adapter, tokenizer_files(base, tokenizer))
     assert names(adapter) == WRITTEN | {"additional_chat_templates/tool_use.jinja"}
 
 
 def test_other_files_of_these_names_stay_as_they_are(base: Path, adapter: Path):
     (adapter / "tokenizer_config.json").write_text("mine")
-    write_tokenizer(adapter, base, Tokenizer.load(base))
+    write_tokenizer(adapter, tokenizer_files(base, Tokenizer.load(base)))
     assert names(adapter) == {"tokenizer_config.json"}
     assert (adapter / "tokenizer_config.json").read_text() == "mine"
 
@@ -94,27 +94,27 @@ def test_of_a_base_that_has_changed_what_was_read_is_written(base: Path, adapter
     tokenizer = Tokenizer.load(base)
     ids = tokenizer.encode("def f(xs):")
     (base / "tokenizer.json").write_text((base / "tokenizer.json").read_text() + "\n")
-    write_tokenizer(adapter, base, tokenizer)
+    write_tokenizer(adapter, tokenizer_files(base, tokenizer))
     assert names(adapter) == WRITTEN | {"additional_chat_templates/tool_use.jinja"}
     assert Tokenizer.load(adapter).encode("def f(xs):") == ids
 
 
 def test_a_gguf_file_leaves_what_was_made_of_it(adapter: Path, tmp_path: Path):
     tokenizer = small_tokenizer("chatml")
-    write_tokenizer(adapter, tmp_path / "model.gguf", tokenizer)
+    write_tokenizer(adapter, tokenizer_files(tmp_path / "model.gguf", tokenizer))
     assert names(adapter) == WRITTEN
     again = Tokenizer.load(adapter)
     messages = [{"role": "user", "content": "Why?"}]
     assert again.render(messages) == tokenizer.render(messages)
     assert again.encode("The sky") == tokenizer.encode("The sky")
-    write_tokenizer(tmp_path / "nowhere", tmp_path / "model.gguf", tokenizer)
-    write_tokenizer(adapter, tmp_path / "model.gguf", None)
+    write_tokenizer(tmp_path / "nowhere", tokenizer_files(tmp_path / "model.gguf", tokenizer))
+    write_tokenizer(adapter, tokenizer_files(tmp_path / "model.gguf", None))
     assert not (tmp_path / "nowhere").exists()
 
 
 def test_an_adapter_is_no_model(tmp_path: Path):
     adapter = save_golden_adapter("qwen2", tmp_path / "adapter")
-    write_tokenizer(adapter, DEMO, Tokenizer.load(DEMO))
+    write_tokenizer(adapter, tokenizer_files(DEMO, Tokenizer.load(DEMO)))
     with pytest.raises(UserError, match="is an adapter, not a model: give it as adapter, or as init_adapter"):
         read_model(adapter)
 
@@ -134,7 +134,7 @@ def test_transformers_opens_it_alone(adapter: Path, tmp_path: Path, kind: str):
             (base / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
             (base / "chat_template.jinja").write_text(tokenizer.files()["chat_template.jinja"])
             tokenizer = Tokenizer.load(base)
-    write_tokenizer(adapter, base if kind != "gguf" else base / "x.gguf", tokenizer)
+    write_tokenizer(adapter, tokenizer_files(base if kind != "gguf" else base / "x.gguf", tokenizer))
     theirs = AutoTokenizer.from_pretrained(adapter)
     messages = [{"role": "user", "content": "Why is the sky blue?"}]
     text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

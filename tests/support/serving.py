@@ -220,8 +220,8 @@ def serving(
     directories = {name: Path(name) for name in adapters}
     first = engine(directories)
     thread = EngineThread(first, engine, directories, NAME, first.sequences + limits.queue)
-    tokenizer, decoder = demo_tokenizer(template), demo_tokenizer(template)
-    service = Service(thread, first.model, tokenizer, decoder, first.max_model_len, NAME, limits)
+    first.model.tokenizer, decoder = demo_tokenizer(template), demo_tokenizer(template)
+    service = Service(thread, first.model, decoder, first.max_model_len, NAME, limits)
     app = make_app(service, access, allow_runtime_lora)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         server = Server(Config(app, ws="none", lifespan="off", log_config=None, access_log=False))

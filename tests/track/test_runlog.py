@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -124,10 +125,18 @@ def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("init")
     assert run_log.git_state() is None  # no commit yet
     run("commit", "--allow-empty", "-m", "x")
-    for changed in (False, True):
-        assert run_log.git_state() == run_log.Git(run("rev-parse", "HEAD"), changed)
-        (tmp_path / "new").write_text("")
-    monkeypatch.setenv("PATH", "")
+    commit = run_log.Git(run("rev-parse", "HEAD"))
+    (tmp_path / "below").mkdir()
+    run("worktree", "add", "-b", "other", "tree")
+    run("worktree", "add", "--detach", "detached")
+    for command in ([], ["pack-refs", "--all"]):
+        run(*command or ["status"])
+        assert [run_log.git_state(tmp_path / name) for name in ("", "below", "tree", "detached")] == [commit] * 4
+    for head in ("ref: refs/heads/../../config", "x" * 10_000, "ref: refs/heads/none", ""):
+        (tmp_path / ".git" / "HEAD").write_text(head)
+        assert run_log.git_state() is None
+    (tmp_path / ".git" / "HEAD").unlink()
+    os.mkfifo(tmp_path / ".git" / "HEAD")
     assert run_log.git_state() is None
 
 

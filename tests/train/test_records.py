@@ -47,7 +47,7 @@ def test_a_record_of_the_version_before_is_read_and_written_as_todays(tmp_path: 
     before["memory"]["host"], before["state"]["unrounded_eval_loss"] = 0, None
     del before["state"]["heldout_seconds"]
     before["state"] |= {"elapsed_seconds": 0.0, "step_seconds": 0.0, "warming_seconds": 0.0, "warmed_seconds": None}
-    before["state"] |= {"warmed_step": 0, "between_seconds": {}, "ending": False, "schedule_start": 0}
+    before["state"] |= {"warmed_step": 0, "between_seconds": {}, "ending": False, "schedule_start": 0, "postponed": []}
     assert output["options"] == TrainingArguments().as_dict() | before["options"]
     assert output | {"options": None} == before | {"options": None}
     assert RunRecord.read(tmp_path) == record

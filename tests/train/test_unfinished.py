@@ -51,12 +51,17 @@ def killed_after(step: int) -> Callable[[StepResult], None]:
     return callback
 
 
-@pytest.fixture
-def long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step takes twenty minutes, by the clock that tells when to save."""
-    passed = count(20 * 60, 20 * 60)
+def make_steps_take(seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock that tells when to save."""
+    passed = count(seconds, seconds)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + next(passed), perf_counter=time.perf_counter)
     monkeypatch.setattr(trainer, "time", clock)
+
+
+@pytest.fixture
+def long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step takes twenty minutes."""
+    make_steps_take(20 * 60, monkeypatch)
 
 
 def options(place: Path, name: str = "run", **changes: Any) -> dict[str, Any]:
@@ -146,6 +151,16 @@ def test_a_checkpoint_is_due_by_time(
 
     job.train(hearing(step=step, saved=lambda path, step, adapter: checkpoint_steps.append(step)))
     assert checkpoint_steps == saved
+
+
+def test_by_default_the_first_checkpoint_comes_after_a_minute(
+    qwen2: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_steps_take(25, monkeypatch)
+    arguments = options(tmp_path, eval_data=None, save_steps=None, save_minutes=None)
+    with pytest.raises(Killed):
+        api.finetune(qwen2, callback=killed_after(5), **arguments)
+    assert read_state(run_checkpoint.latest_checkpoint(tmp_path / "run"))[0].step == 3
 
 
 def pipeline(qwen2: LoadedModel, tmp_path: Path, place: str, **how: Any) -> MultiAdapterPipeline:

@@ -16,9 +16,11 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, EventForwarder, Events
 from wgpu_lora.infer import Evaluation
 from wgpu_lora.infer import evaluate as evaluate_rows
+from wgpu_lora.infer.answers import tokenizer_of
 from wgpu_lora.infer.named_adapters import BASE, adapters_on_device, check_directory, slots_of
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.tokenizer.chat_template import template_kwargs
+from wgpu_lora.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.track.run_log import HELD_OUT, DataFile, Losses, run_name
 from wgpu_lora.track.run_recorder import device_facts, given_options, recorded, remarks
 from wgpu_lora.train.objective_eval import TEACHER, evaluate_objective, objective_options, reads
@@ -249,7 +251,8 @@ def _objective_loss(
     encoding = {name: getattr(rows, name) for name in ("max_length", "on_overflow", "enable_thinking", "template_date")}
     options = {**settings, **encoding, "skip_bad_rows": skip_bad_rows, "init_adapter": adapter and str(adapter)}
     args = from_values(options, "evaluate")
-    prepared, begin = prepared_for(args, model, source), time.perf_counter()
+    tokenizer = common_tokenizer(model, [] if adapter is None else [adapter])
+    prepared, begin = prepared_for(args, replace(model, tokenizer=tokenizer), source), time.perf_counter()
     with Bars(progress_bar) as bars, recorded_evaluation(model, prepared, name, adapter, args.objective) as entry:
         result = evaluate_objective(model, prepared, args, EventForwarder(bars, *receivers))
         seconds = time.perf_counter() - begin
@@ -305,7 +308,7 @@ def _heldout(
     rows = evaluation_rows(row_options, adapters, opened.config.max_position_embeddings)
     prepared = tokenize_source(
         source,
-        opened.tokenizer,
+        common_tokenizer(opened, adapters),
         max_length=rows.max_length,
         completion_only_loss=rows.completion_only_loss,
         on_overflow="drop" if rows.on_overflow == "drop" else "truncate",
@@ -315,6 +318,16 @@ def _heldout(
         formats=formats_of(objective_of(TrainingArguments())),
     )
     return opened, prepared
+
+
+def common_tokenizer(model: LoadedModel, adapters: Sequence[str | Path]) -> Tokenizer | None:
+    """The tokenizer of the model or, if they have their own, of the adapters. UserError if the adapters' differ."""
+    if model.tokenizer is None or not adapters:
+        return model.tokenizer
+    tokenizers = [tokenizer_of(model, adapter) for adapter in adapters]
+    if any(other is not tokenizers[0] and other.files() != tokenizers[0].files() for other in tokenizers[1:]):
+        raise UserError("The adapters have different tokenizers or chat templates: evaluate one at a time.")
+    return tokenizers[0]
 
 
 def recorded_evaluation(

@@ -98,7 +98,7 @@ def generate(
         raise UserError("stream=True works with a single prompt only: pass one, or leave stream out.")
     check_prompt(prompt)
     opened = _opened(model)
-    tokenizer_of(opened)
+    tokenizer_of(opened, adapter)
 
     def pieces() -> Iterator[str]:
         with Bars(progress_bar) as bars:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -15,6 +14,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.json_files import parse_object, to_json
 from wgpu_lora.locks import locked, unwritable
+from wgpu_lora.track.run_log import git_state
 from wgpu_lora.train.run.training_log import environment
 from wgpu_lora.typed_json import typed
 
@@ -94,17 +94,10 @@ def header(schema: str, device: Device, **facts: Any) -> Header:
 
 
 def commit() -> dict[str, Any] | None:
-    """The commit of the checkout and whether tracked files differ from it; None outside a checkout."""
+    """The commit of the checkout; None outside a checkout."""
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return {"id": result.removesuffix("-dirty"), "modified": result.endswith("-dirty")}
+    state = git_state(root) if (root / ".git").exists() else None
+    return {"id": state.commit} if state else None
 
 
 class Writer:

@@ -362,7 +362,7 @@ def summary_text(figures: Figures) -> str:
         "Device": f"{device['name']}, {device['driver']}, {device['backend']}",
         "Time": header["time"],
         "Versions": ", ".join(f"{name} {version}" for name, version in header["versions"].items()),
-        "Commit": "unknown" if not commit else commit["id"][:12] + (" with changes" if commit["modified"] else ""),
+        "Commit": "unknown" if not commit else commit["id"][:12],
         "Steps": f"{count_noun(summary['runs'], 'run')}: {steps_text(summary)}; not counted: {header['excluded']}",
         "Memory": memory_text(summary["memory"]),
     }

@@ -19,7 +19,7 @@ from wgpu_lora.chain.chain_file import Chain, ChainStage, stages_from
 from wgpu_lora.chain.stage import ChainWatch, Watch
 from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import read_json
-from wgpu_lora.locks import sweep
+from wgpu_lora.locks import is_directory, sweep
 from wgpu_lora.text import join_words
 from wgpu_lora.train.finetune import locked
 from wgpu_lora.typed_json import typed
@@ -271,7 +271,7 @@ class Digests:
 
 
 def _within(path: Path) -> Iterator[Path]:
-    if path.is_dir():
+    if is_directory(path):
         yield from (file for file in sorted(path.iterdir()) if file.is_file() and not file.name.startswith("."))
     else:
         yield path

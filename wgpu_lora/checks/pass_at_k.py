@@ -133,7 +133,7 @@ def measure(
     """
     confined = confinement(allow_unconfined)
     check_settings(settings, samples)
-    completion = completion or not tokenizer_of(model).has_chat_template
+    completion = completion or not tokenizer_of(model, next(iter(adapters.values()), None)).has_chat_template
     begin = time.perf_counter()
     checked: list[Sample] = [] if received is None else received
     names = list(slots)

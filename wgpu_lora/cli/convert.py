@@ -78,8 +78,10 @@ def merge(
         losses = merged_losses(model_name, adapter, output, dtype, eval_data)
     before = list(islice(losses, 1))  # reads the data before anything is written
     with Bar("merging", len(config_of(directory).parameter_shapes())) as bar:
-        merge_adapter(directory, adapter, output, dtype, name=model_name, events=TensorBar(bar))
+        notes = merge_adapter(directory, adapter, output, dtype, name=model_name, events=TensorBar(bar))
     line("merged", f"{directory} and {adapter} into {output}, {dtype}")
+    for note in notes:
+        line("note", note)
     if is_gguf(directory):
         line(
             "note",

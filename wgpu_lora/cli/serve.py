@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wgpu_lora.cli.command import Command
-from wgpu_lora.cli.console import Bar, TensorBar
+from wgpu_lora.cli.console import Bar, TensorBar, line
 from wgpu_lora.cli.parameters import BaseDtype, Device, Model, choice
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import naming, with_renamed_options
@@ -121,6 +121,7 @@ def serve(
             api_key=api_key, origins=tuple(allowed_origins or ()), allow_runtime_lora=allow_runtime_lora,
             limits=Limits(queue=max_queue), end_seconds=end_seconds,
             tell=lambda address: print(f"Listening on {address}", flush=True),
+            note=lambda text: line("note", text),
         )  # fmt: skip
     return 0
 

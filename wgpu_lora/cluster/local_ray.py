@@ -8,7 +8,6 @@ import secrets
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from filelock import ReadWriteLock, Timeout
 from platformdirs import user_state_dir
 
 from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.child_process import python
 from wgpu_lora.cluster import node_processes
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.locks import lock_file
@@ -181,7 +181,7 @@ def _start(record: Path, resources: Mapping[str, float], dashboard: bool, attemp
             probe.bind((HERE, 0))
             client_port = probe.getsockname()[1]
         command = [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"),
+            *python("-m", "ray.scripts.scripts", "start", "--head", "--port=0"),
             *(f"--temp-dir={ray.place / 'ray'}", f"--resources={json.dumps(dict(resources))}"),
             *(f"--object-store-memory={STORE_BYTES}", "--disable-usage-stats"),
             *(f"--ray-client-server-port={client_port}", "--dashboard-agent-listen-port=0"),

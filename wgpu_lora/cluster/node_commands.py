@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.child_process import python
 from wgpu_lora.cluster import node_processes
 from wgpu_lora.errors import UserError, reason
 
@@ -72,7 +73,7 @@ def start(node: dict[str, Any]) -> dict[str, Any]:
         "RAY_ADDRESS": None, NODE_PATHS: json.dumps(node["paths"]),
         node_processes.MARK: f"{node['cluster']}/{node['id']}",
     })  # fmt: skip
-    argv = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *node["options"], f"--temp-dir={temporary}",
+    argv = [*python("-m", "ray.scripts.scripts", "start"), *node["options"], f"--temp-dir={temporary}",
             f"--resources={json.dumps(advertised(node_devices('')))}"]  # fmt: skip
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < OPEN_FILES:

@@ -16,6 +16,7 @@ SETTINGS = {  # of Ray, wherever we start it
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_raylet_start_wait_time_s": "120",  # a busy machine takes more than Ray's 30
     "RAY_worker_niceness": "0",  # Ray's own is 15; jobs train here as fast as `finetune` would
+    "PYTHONSAFEPATH": "1",  # Ray's own processes import nothing from the folder that it is started in
     "GRPC_ENABLE_FORK_SUPPORT": "0",  # Ray's client server forks while its other threads use gRPC
 }
 SECONDS = 10.0  # until killed processes have ended

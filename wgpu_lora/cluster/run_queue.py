@@ -22,7 +22,6 @@ from wgpu_lora.cluster.run_state import CacheState, ClusterState, TaskState, Uni
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import count_noun
 from wgpu_lora.train.memory import RunRequirements
-from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 MEASURED_SECONDS = 10.0  # that measuring a device usually takes
 MAX_REFUSALS = 8
@@ -293,7 +292,7 @@ def order_of(state: ClusterState, unit: UnitState, head: str) -> Order:
     by_name = {task.name: task for task in request.tasks}
     caches = [cache for name in unit.tasks if (cache := cache_of(state, request, name))]
     tasks = [as_trained(state, request, by_name[name]) for name in unit.tasks]
-    save = min(task.options.get("save_steps", TrainingArguments.save_steps) for task in tasks)
+    save = min(filter(None, (task.options.get("save_steps") for task in tasks)), default=0)
     mirror = request.mirror_steps
     hosts = unit.commit.hosts if unit.commit else []
     return Order(

@@ -45,8 +45,8 @@ def _messages_in(cell: str) -> Any:
 
 
 def _list(value: Any, name: str) -> Any:
-    """A list, which may be given as a string with its JSON."""
-    if not isinstance(value, str) or not value.strip().startswith("["):
+    """A list or an object, which may be given as a string with its JSON."""
+    if not isinstance(value, str) or not value.strip().startswith(("[", "{")):
         return value
     try:
         return json.loads(value)
@@ -65,6 +65,13 @@ def _integers(value: Any, name: str, minimum: int) -> list[int]:
     if not isinstance(result, list) or not all(type(item) is int and minimum <= item < 2**31 for item in result):
         raise UserError(f"'{name}' must be a list of integers from {minimum} to 2^31 - 1.")
     return result
+
+
+def _mask(value: Any, name: str) -> list[int]:
+    result = _list(value, name)
+    if not isinstance(result, list) or not all(isinstance(item, int | float) and item in (0, 1) for item in result):
+        raise UserError(f"'{name}' must be a list of 1 for tokens that are trained on, and 0 for others.")
+    return [int(item) for item in result]
 
 
 def _number(value: Any, name: str) -> float:
@@ -93,11 +100,40 @@ def _object(value: Any, name: str) -> dict[str, Any]:
     return value or {}
 
 
+def _count(value: Any, name: str) -> int:
+    number = _number(value, name)
+    if number < 0 or number != int(number):
+        raise UserError(f"'{name}' is {value!r:.40}, but must be a number of tokens.")
+    return int(number)
+
+
+def _turns(value: Any, name: str) -> list[list[str]]:
+    """Earlier turns, as pairs of a question and its answer (LLaMA-Factory's `history`)."""
+    turns = _list(value, name)
+    if not isinstance(turns, list) or not all(
+        isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns
+    ):
+        raise UserError(f"'{name}' must be a list of turns, each a list of a question and its answer.")
+    return turns
+
+
+def _answer(value: Any, name: str) -> list[dict[str, Any]]:
+    """An answer as messages: one message, a list of them, or the text of the assistant's."""
+    if isinstance(value, str) and not value.lstrip().startswith(("{", "[")):
+        return [{"role": "assistant", "content": value}]
+    answer = _list(value, name)
+    return checked_messages([answer] if isinstance(answer, dict) else answer, name)
+
+
 ANYTHING = ColumnType(_identity)
 TEXT = ColumnType(_text, is_text=True)
 TEXT_OR_MESSAGES = ColumnType(_text_or_messages, is_text=True, cell=_messages_in)
 MESSAGES = ColumnType(_messages)  # objects with role and content, or with from and value
+ANSWER = ColumnType(_answer)
+TURNS = ColumnType(_turns)
 TOKENS = ColumnType(partial(_integers, minimum=0))
+MASK = ColumnType(_mask)  # a list of 0 and 1
+COUNT = ColumnType(_count)
 LABELS = ColumnType(partial(_integers, minimum=-100))
 NUMBER = ColumnType(_number)
 FLAG = ColumnType(_flag)  # true or false

@@ -13,6 +13,7 @@ from wgpu_lora.data.memory_rows import ROWS
 from wgpu_lora.data.row_files import FORMATS, SUFFIXES, FileSource, file_source
 from wgpu_lora.data.source import Source
 from wgpu_lora.errors import UserError
+from wgpu_lora.locks import is_directory
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.text import join_words
 
@@ -152,7 +153,7 @@ def _find_splits(data: str, split: str | None, config: str | None, option: str, 
                 sibling.name for sibling in _files(path.parent) if sibling != path and _stem(sibling) not in TRAIN
             ]
         return single
-    if path.is_dir():
+    if is_directory(path):
         if is_saved(path):
             return DatasetSplits(data, {**load_splits(data, split, config)})
         result = DatasetSplits(data, {}, folder=True)

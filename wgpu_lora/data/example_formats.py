@@ -7,8 +7,11 @@ first in this order whose keys are not null is used:
     messages [system, tools]                a conversation in the format of OpenAI and TRL (data/messages.py)
     conversations [system, tools]           a conversation in the format of ShareGPT
     prompt, completion [tools]              two texts, or two lists of messages
-    instruction, output [input, system]     Alpaca
+    instruction, output [input, system]     Alpaca, with earlier turns in `history`
     text                                    plain text
+
+Masks of tokens (`loss_mask`, `completion_mask`, `assistant_masks`) and `prompt_length` also say which tokens of
+`input_ids` are trained on. A column that is not read ends the run if it would change what is trained on.
 """
 
 from __future__ import annotations
@@ -17,7 +20,19 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from wgpu_lora.data.column_types import FUNCTIONS, LABELS, MESSAGES, OBJECT, TEXT, TEXT_OR_MESSAGES, TOKENS, TOOLS
+from wgpu_lora.data.column_types import (
+    COUNT,
+    FUNCTIONS,
+    LABELS,
+    MASK,
+    MESSAGES,
+    OBJECT,
+    TEXT,
+    TEXT_OR_MESSAGES,
+    TOKENS,
+    TOOLS,
+    TURNS,
+)
 from wgpu_lora.data.json_values import kind_of
 from wgpu_lora.data.row_formats import Fields, Row, RowFormat, RowFormats
 from wgpu_lora.data.source import RowPlace, Source, strict_rows
@@ -27,6 +42,15 @@ from wgpu_lora.tokenizer.examples import Alpaca, Completion, Conversation, Examp
 
 # Optional columns of conversations: what `answer_to` and `conversation` read besides the messages.
 CHAT_COLUMNS = {"tools": TOOLS, "functions": FUNCTIONS, "chat_template_kwargs": OBJECT}
+TOKEN_MASKS = ("loss_mask", "completion_mask", "assistant_masks")  # of verl and slime, TRL, transformers
+QUESTION = {
+    "context": "'context' is not read, so the question would be trained on without it; write it into the question, or "
+    "rename it to 'input' beside 'instruction' and 'output'"
+}
+_UNLABELLED = QUESTION | {
+    name: f"'{name}' may say whether the answer is desirable; use the objective kto for such rows, or remove it"
+    for name in ("label", "kto_tag")
+}
 
 
 def answer_to(row: Fields, prompt: str, answer: str) -> Completion | Conversation:
@@ -37,14 +61,17 @@ def answer_to(row: Fields, prompt: str, answer: str) -> Completion | Conversatio
     Raises:
         UserError: one is text and the other messages, or a field is wrong.
     """
-    question, answered = row.columns.get(prompt), row.columns.get(answer)
-    if not any(isinstance(question, kind) and isinstance(answered, kind) for kind in (str, list)):
+    before, after = row[prompt], row[answer]
+    if isinstance(before, str) and isinstance(after, str):
+        return Completion(before, after)
+    if isinstance(before, str) and after[0]["role"] == "assistant":
+        before = [{"role": "user", "content": before}]
+    if isinstance(before, str) or isinstance(after, str):
         raise UserError(
-            f"'{prompt}' is {kind_of(question)} and '{answer}' {kind_of(answered)}, "
+            f"'{prompt}' is {kind_of(row.columns[prompt])} and '{answer}' {kind_of(row.columns[answer])}, "
             "but both must be strings or both lists of messages."
         )
-    before, after = row[prompt], row[answer]
-    return Completion(before, after) if isinstance(before, str) else conversation(row, before + after, len(before))
+    return conversation(row, before + after, len(before))
 
 
 def conversation(row: Fields, messages: list[dict[str, Any]], first_trained: int = 0) -> Conversation:
@@ -71,20 +98,36 @@ def with_system(row: Fields, column: str) -> list[dict[str, Any]]:
     )
 
 
-def alpaca(row: Fields) -> Alpaca:
-    return Alpaca(row["instruction"], row["input"] or "", row["output"] or "", row["system"] or "")
+def alpaca(row: Fields, answer: str = "output") -> Alpaca:
+    """An Alpaca row, whose answer is in the column `answer`."""
+    return Alpaca(row["instruction"], row["input"] or "", row[answer] or "", row["system"] or "")
+
+
+def _alpaca_with_history(row: Fields) -> Alpaca | Conversation:
+    """An Alpaca row; with earlier turns, a conversation whose answers are all trained on, as in LLaMA-Factory."""
+    example, turns = alpaca(row), row["history"]
+    if not turns:
+        return example
+    [*system, question] = example.prompt_messages
+    texts = [*(text for turn in turns for text in turn), question["content"], example.output]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    return conversation(row, [*system, *messages])
 
 
 def _tokens(row: Fields) -> Tokens:
-    ids, labels, mask = row["input_ids"], row["labels"], row["attention_mask"]
+    ids, labels, mask, start = row["input_ids"], row["labels"], row["attention_mask"], row["prompt_length"] or 0
     labels = ids if labels is None else labels
-    if len(labels) != len(ids):
-        raise UserError(f"'labels' has {len(labels)} entries, but 'input_ids' has {len(ids)}; give one per token.")
+    masks = {name: values for name in TOKEN_MASKS if (values := row[name]) is not None}
+    for name, values in {"labels": labels, **masks}.items():
+        if len(values) != len(ids):
+            raise UserError(f"'{name}' has {len(values)} entries, but 'input_ids' has {len(ids)}; give one per token.")
     if any(-100 < label < 0 for label in labels):
         raise UserError("'labels' has a negative entry other than -100, which marks tokens that are not trained on.")
     if mask is not None and mask != [1] * len(ids):
         raise UserError("'attention_mask' must be 1 for every token; remove the padding, rows are packed later.")
-    return Tokens(ids, labels)
+    trained = [all(entries) for entries in zip(*masks.values(), strict=True)] if masks else [True] * len(ids)
+    trained = [use and i >= start for i, use in enumerate(trained)]
+    return Tokens(ids, [label if use else -100 for label, use in zip(labels, trained, strict=True)])
 
 
 def _single(read: Callable[[Fields], Example]) -> Callable[[Fields], Sample]:
@@ -93,12 +136,17 @@ def _single(read: Callable[[Fields], Example]) -> Callable[[Fields], Sample]:
 
 EXAMPLES = RowFormats(
     (
-        RowFormat({"input_ids": TOKENS}, _single(_tokens), {"labels": LABELS, "attention_mask": TOKENS}),
+        RowFormat(
+            {"input_ids": TOKENS},
+            _single(_tokens),
+            {"labels": LABELS, "attention_mask": TOKENS, "prompt_length": COUNT, **dict.fromkeys(TOKEN_MASKS, MASK)},
+        ),
         *(
             RowFormat(
                 {name: MESSAGES},
                 _single(partial(lambda name, row: conversation(row, with_system(row, name)), name)),
                 {"system": TEXT, **CHAT_COLUMNS},
+                _UNLABELLED,
             )
             for name in ("messages", "conversations")
         ),
@@ -106,8 +154,14 @@ EXAMPLES = RowFormats(
             {"prompt": TEXT_OR_MESSAGES, "completion": TEXT_OR_MESSAGES},
             _single(lambda row: answer_to(row, "prompt", "completion")),
             CHAT_COLUMNS,
+            _UNLABELLED,
         ),
-        RowFormat({"instruction": TEXT, "output": TEXT}, _single(alpaca), {"input": TEXT, "system": TEXT}),
+        RowFormat(
+            {"instruction": TEXT, "output": TEXT},
+            _single(_alpaca_with_history),
+            {"input": TEXT, "system": TEXT, "history": TURNS, **CHAT_COLUMNS},
+            _UNLABELLED,
+        ),
         RowFormat({"text": TEXT}, _single(lambda row: Text(row["text"]))),
     )
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data.parquet import BATCH, columns_to_read, rows_of
+from wgpu_lora.data.parquet import BATCH, check_columns, rows_of
 from wgpu_lora.data.row_files import SUFFIXES
 from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import NoRowsError, RowPlace, Rows
@@ -46,11 +46,10 @@ class HubSource:
         return self.path
 
     def rows(self, formats: RowFormats[Any]) -> Rows:
-        names = columns_to_read(self.table.column_names, self.path, formats)
+        check_columns(self.table.column_names, self.path, formats)
         if not self.table.num_rows:
             raise NoRowsError(f"{self.path} is empty; at least one row is needed.")
-        # In Arrow format, so that unused columns are not decoded.
-        table = self.table.select_columns(names).with_format("arrow")
+        table = self.table.with_format("arrow")  # so that images and audio are not decoded
         with _as_user_error(self.path):
             yield from rows_of(table.iter(BATCH))
 

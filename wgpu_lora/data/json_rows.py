@@ -115,7 +115,7 @@ def _multiline_advice(path: Path, line: bytes, formats: RowFormats[Any]) -> str 
     with opened(path) as file:
         data = file.read(MAX_LINE + 1)
     if len(data) <= MAX_LINE and isinstance(row := parse_line(data.removeprefix(BOM)), dict):
-        return f"is one JSON object over several lines; {formats.remedy(row) or 'put it into a list, as [{...}]'}"
+        return f"is one JSON object over several lines; {formats.shape_advice(row) or 'put it into a list, as [{...}]'}"
     if line.strip() == b"{":
         return "has JSON objects over several lines; write one per line (`jq -c . FILE`), or all of them as one list"
     return None

@@ -19,9 +19,12 @@ def kind_of(value: Any) -> str:
 
 
 def dense(value: Any) -> Any:
-    """A value without the null fields of its objects, since tables give every object all fields."""
+    """A value without the null fields of its objects, since tables give every object all fields.
+
+    Those of a tool call's arguments are kept, since they mean something in JSON.
+    """
     if isinstance(value, dict):
-        return {key: dense(item) for key, item in value.items() if item is not None}
+        return {key: item if key == "arguments" else dense(item) for key, item in value.items() if item is not None}
     return [dense(item) for item in value] if isinstance(value, list) else value
 
 

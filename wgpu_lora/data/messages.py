@@ -2,8 +2,9 @@
 
 A turn is an object with `role` and `content` (OpenAI, TRL), or with `from` and `value` (ShareGPT, LLaMA-Factory); its
 other fields mean the same in both. `weight` 0 says that a turn is not trained on, as do `train`, `training`,
-`trainable`, `train_on_turn` and `loss` with false. OpenAI's older `function_call`, `functions` and role `function`
-become `tool_calls`, `tools` and role `tool`; null is a missing value everywhere.
+`trainable`, `train_on_turn`, `loss` and `loss_mask` with false. Other keys are for the chat template, and those that it
+does not render are named; one that may say what is trained on is refused. OpenAI's older `function_call`, `functions`
+and role `function` become `tool_calls`, `tools` and role `tool`; null is a missing value everywhere but in arguments.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from wgpu_lora.data.json_values import kind_of
 from wgpu_lora.data.row_formats import OTHER_ROLES
+from wgpu_lora.data.unread_columns import is_empty, refusal
 from wgpu_lora.errors import UserError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -20,7 +22,8 @@ _OPENAI_ROLES = {role: role for role in ROLES} | {"function": "tool"}
 _CALLS = ("function_call", "tool_call")  # ShareGPT's roles of turns whose value is the JSON of a call
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool"}
 _SHAREGPT_ROLES |= dict.fromkeys(_CALLS, "assistant") | _OPENAI_ROLES
-_TRAINED = ("weight", "train", "training", "trainable", "train_on_turn", "loss")
+_TRAINED = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "loss_mask")
+_PART_KEYS = ("type", "text", "cache_control")
 
 
 def checked_messages(value: Any, name: str) -> list[dict[str, Any]]:
@@ -61,6 +64,9 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     content = fields.pop("value", fields.get("content")) if turn or "content" not in fields else fields["content"]
     role = _role(name, _SHAREGPT_ROLES if turn else _OPENAI_ROLES, where, turn)
     weight = _weight(fields, where)
+    for key, value in fields.items():
+        if not is_empty(value) and (wrong := refusal(key, value)):
+            raise UserError(f"{where}: {wrong}.")
     calls = _calls(fields, where)
     if turn and name in _CALLS:
         wrong = f"{where} is from {name!r}, but its value is not the JSON of a call with 'name' and 'arguments'."
@@ -68,7 +74,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         values = values if isinstance(values, list) else [values]
         if not values or not all(isinstance(call, dict) and _name_of(call) for call in values):
             raise UserError(wrong)
-        calls, content = [*calls, *(_parsed_call(c) if "function" in c else _function_call(c) for c in values)], None
+        calls, content = [*calls, *(_checked_call(c) if "function" in c else _function_call(c) for c in values)], None
     checked = {**fields, "role": role, "content": _content(content, where, may_be_null=bool(calls))}
     checked |= {"tool_calls": calls} if calls else {}
     return checked if weight is None else {**checked, "weight": weight}
@@ -110,7 +116,10 @@ def _content(value: Any, where: str, may_be_null: bool) -> str | None:
         raise UserError(f"{where} has {kind_of(value)} for content, but it must be a string or a list of text parts.")
     for part in value:
         if not (isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)):
-            raise UserError(f'{where} has a content part that is not {{"type": "text", "text": ...}}.')
+            kind = f", but {part['type']!r:.40}" if isinstance(part, dict) and "type" in part else ""
+            raise UserError(f'{where} has a content part that is not {{"type": "text", "text": ...}}{kind}.')
+        if unread := [key for key, item in part.items() if key not in _PART_KEYS and not is_empty(item)]:
+            raise UserError(f"{where} has a content part with {unread[0]!r:.80}, which is not read; remove it.")
     return "".join(part["text"] for part in value)
 
 
@@ -124,7 +133,7 @@ def _calls(fields: dict[str, Any], where: str) -> list[dict[str, Any]]:
         if nameless := [call for call in calls if not _name_of(call)]:
             text = json.dumps(nameless[0], default=repr)[:80]
             raise UserError(f"{where} has a tool call without the name of a function, {text}.")
-        return [_parsed_call(call) if "function" in call else _function_call(call) for call in calls]
+        return [_checked_call(call) if "function" in call else _function_call(call) for call in calls]
     if not isinstance(older, dict) or not _name_of(older):
         raise UserError(f"{where} has a 'function_call' that is not an object with 'name' and 'arguments'.")
     if calls:
@@ -144,17 +153,15 @@ def _function_call(call: dict[str, Any]) -> dict[str, Any]:
     if "arguments" not in function:
         function["arguments"] = function.pop("parameters", None)
     outer = {"id": call["id"]} if "id" in call else {}
-    return _parsed_call({**outer, "type": "function", "function": function})
+    return _checked_call({**outer, "type": "function", "function": function})
 
 
-def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
-    # OpenAI's format has a call's arguments as JSON in a string; chat templates expect an object.
-    arguments = call["function"].get("arguments") or {}
-    try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        parsed = arguments
-    return {**call, "function": {**call["function"], "arguments": parsed if isinstance(parsed, dict) else arguments}}
+def _checked_call(call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are an object or its JSON text, which `chat_template.render` treats alike."""
+    arguments = call["function"].get("arguments")
+    if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
+        arguments = {}
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def _parsed(value: Any, wrong: str) -> Any:

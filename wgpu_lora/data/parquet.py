@@ -20,7 +20,7 @@ MAX_VALUES_A_BYTE = 64  # that a file may claim; equal values compress well, but
 
 
 def read_parquet(path: Path, formats: RowFormats[Any]) -> Rows:
-    """Yield the rows of a file, with the columns that the formats use; null fields, which Arrow adds, are left out.
+    """Yield the rows of a file; null fields, which Arrow adds, are left out.
 
     Raises:
         UserError: pyarrow is not installed, the file is damaged, or its columns fit no format.
@@ -36,8 +36,8 @@ def read_parquet(path: Path, formats: RowFormats[Any]) -> Rows:
             # Texts stay in their dictionaries until their size is known: a few kilobytes may decode to gigabytes.
             texts = sorted({chunk.path_in_schema for chunk in chunks if chunk.physical_type == "BYTE_ARRAY"})
             file = parquet.ParquetFile(source, read_dictionary=texts)
-            names = columns_to_read(file.schema_arrow.names, str(path), formats)
-            yield from rows_of(file.iter_batches(BATCH, columns=names), decoded=True)
+            check_columns(file.schema_arrow.names, str(path), formats)
+            yield from rows_of(file.iter_batches(BATCH), decoded=True)
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
             raise UserError(f"{path} cannot be read as Parquet ({_first_line(error)}): write it again.") from error
 
@@ -58,16 +58,14 @@ def _checked_chunks(path: Path, metadata: Any) -> list[Any]:
     return chunks
 
 
-def columns_to_read(names: list[str], where: str, formats: RowFormats[Any]) -> list[str]:
-    """The columns of a table to read. Raises UserError if they fit no format or are not unique."""
+def check_columns(names: list[str], where: str, formats: RowFormats[Any]) -> None:
+    """Raise UserError if the columns of a table fit no format or are not unique."""
     try:
         formats.check_columns(names)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    columns = [name for name in names if formats.all_columns or name in formats.columns]
-    if len(set(columns)) < len(columns):
+    if len(set(names)) < len(names):
         raise UserError(f"{where}: two columns have the same name; rename one.")
-    return columns
 
 
 def rows_of(batches: Iterator[Any], decoded: bool = False) -> Rows:

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from wgpu_lora.data.column_types import MESSAGES, TEXT_OR_MESSAGES, TOKENS
-from wgpu_lora.data.example_formats import CHAT_COLUMNS, conversation
+from wgpu_lora.data.column_types import MESSAGES, TEXT, TEXT_OR_MESSAGES, TOKENS
+from wgpu_lora.data.example_formats import CHAT_COLUMNS, conversation, with_system
 from wgpu_lora.data.row_formats import Fields, RowFormat, RowFormats
+from wgpu_lora.data.unread_columns import is_input
 from wgpu_lora.errors import UserError
 from wgpu_lora.tokenizer.examples import Prompt, Sample, Tokens
+
+_OF_PROMPT = ("system", "tools", "functions", "chat_template_kwargs")  # columns that only a prompt can use
 
 
 def before_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -26,7 +29,7 @@ def before_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _sample(row: Fields, prompt: Prompt | Tokens) -> Sample:
-    return Sample((prompt,), columns=dict(row.columns))
+    return Sample((prompt,), columns=row.keep(but=lambda name: name in _OF_PROMPT or is_input(name)))
 
 
 def _tokens(row: Fields) -> Sample:
@@ -51,7 +54,10 @@ PROMPTS = RowFormats(
     (
         RowFormat({"prompt_ids": TOKENS}, _tokens),
         RowFormat({"prompt": TEXT_OR_MESSAGES}, _text_or_messages, CHAT_COLUMNS),
-        RowFormat({"messages": MESSAGES}, lambda row: _messages(row, row["messages"]), CHAT_COLUMNS),
-    ),
-    all_columns=True,
+        RowFormat(
+            {"messages": MESSAGES},
+            lambda row: _messages(row, with_system(row, "messages")),
+            {"system": TEXT, **CHAT_COLUMNS},
+        ),
+    )
 )

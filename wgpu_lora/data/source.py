@@ -63,7 +63,7 @@ class Source(Protocol):
         """Yield the rows in order; a row that cannot be read is a Problem.
 
         Args:
-            formats: those that are accepted. Of tables, only their columns are read.
+            formats: those that are accepted.
 
         Raises:
             UserError: the data cannot be read (any further), or the columns of a table fit no format.

@@ -298,17 +298,18 @@ def _sample(
     """The sample of a row, and the row's key."""
     noted = row if isinstance(row, BadRow) else account.add_row(place, row)
     sample: Sample | None = None
+    unused: list[str] = []
     if not isinstance(row, BadRow) and not isinstance(noted, BadRow):
         try:
-            sample = formats.read(row)
+            sample, unused = formats.read_with_notes(row)
         except UserError as error:
             noted = BadRow(str(error), row)
     if isinstance(noted, BadRow):
         account.add_bad(place, noted)
         return None, 0
-    for name in formats.unused_columns(row) if isinstance(row, dict) else ():
-        account.remark(place, f"the column '{name}' is not used")
     assert sample is not None
+    for note in unused:
+        account.remark(place, note)
     examples = []
     for example in sample.examples:
         trimmed, silent = without_empty_answers(example, completion_only)

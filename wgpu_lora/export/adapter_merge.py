@@ -26,6 +26,7 @@ from wgpu_lora.models.adapter_modules import read_adapter_for
 from wgpu_lora.models.model_config import VECTOR, ModelConfig
 from wgpu_lora.models.model_files import read_model
 from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.tokenizer.tokenizer_files import OWN_TOKENIZER, adapter_tokenizer, copy_tokenizer
 from wgpu_lora.weights.base_formats import base_format
 
 DTYPES = {"bf16": ("BF16", ml_dtypes.bfloat16), "f16": ("F16", np.float16), "f32": ("F32", np.float32)}
@@ -48,6 +49,9 @@ class MergedModel:
     def __init__(self, model: Path, adapter: Path | None = None):
         files = read_model(model)
         self.config, self.tokenizer = replace(files.config, packed=None), files.tokenizer
+        if adapter and files.tokenizer:
+            self.tokenizer = adapter_tokenizer(files.tokenizer, files.config.vocab_size, adapter)
+        self.notes = [] if self.tokenizer is files.tokenizer else [OWN_TOKENIZER.format(adapter)]
         source = files.checkpoint
         self.beside = SourceDirectory(source)
         self._checkpoint = DecodedCheckpoint(source) if isinstance(source, PackedCheckpoint) else source
@@ -137,8 +141,8 @@ def merge_adapter(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     name: str | None = None,
     events: Events = SILENT,
-) -> None:
-    """Writes base plus adapter, computed in float32, as a Hugging Face model directory.
+) -> list[str]:
+    """Writes base plus adapter, computed in float32, as a Hugging Face model directory; returns notes for the user.
 
     Args:
         model: the base: a directory, or a GGUF file. Quantised weights are decoded.
@@ -177,8 +181,11 @@ def merge_adapter(
         copy_companions(model, directory)
         if is_gguf(model):
             write_companions(model, merged.tokenizer, directory)
+        elif merged.notes:
+            copy_tokenizer(adapter, directory)
         specs = {tensor: TensorSpec(kinds[name][0], merged.shapes[name]) for tensor, name in model_names.items()}
         write_shards(directory, specs | other_specs, pieces, max_shard_bytes)
         beside = trained_beside(adapter)  # for whoever quantises the result
         update_config(directory, TORCH[dtype], quantization_config=None, adapter_base_dtype=beside)
         (directory / CARD).write_text(card_of_merged(name or str(model), adapter, dtype), encoding="utf-8")
+    return merged.notes

@@ -132,9 +132,14 @@ def export_models(
             write_vocabulary(writer, vocabulary)
         write_tensors(writers, tensors)
     other_parts = merged.beside.specs()
-    notes = (*form.notes(config), *vocabulary.notes, *([note_of_skipped(other_parts)] if other_parts else []))
-    if adapter and (beside := trained_beside(adapter)):
-        notes += (rounding_note(beside),)
+    beside = trained_beside(adapter) if adapter else None
+    notes = (
+        *merged.notes,
+        *form.notes(config),
+        *vocabulary.notes,
+        *([note_of_skipped(other_parts)] if other_parts else []),
+        *([rounding_note(beside)] if beside else []),
+    )
     result = {}
     for number, (kind, output) in enumerate(outputs.items()):
         tensor_bytes = sum(nbytes(shape, targets[number]) for shape, targets, _ in tensors.values())

@@ -62,11 +62,11 @@ def write_packed(
         model.load_weights(events)
         if is_gguf(model.path):
             write_companions(model.path, model.tokenizer, directory)
-        _write_weights(model, checkpoint, form, directory, max_shard_bytes, events, instead or {})
         skip_modules = (*model.config.kept_modules(), *SourceDirectory(checkpoint).modules())
         update_config(
             directory, quantization_config=dict(form.quantization_config(model.decoder.base_dtype, skip_modules))
         )
+        _write_weights(model, checkpoint, form, directory, max_shard_bytes, events, instead or {})
 
 
 def _write_weights(
@@ -115,7 +115,7 @@ def _write_weights(
         if tensor == last[name]:
             events.written(name, next(counter), len(last))
 
-    write_shards(directory, specs | other_specs, pieces, max_shard_bytes)
+    write_shards(directory, specs | other_specs, pieces, max_shard_bytes, companions=True)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from pathlib import Path
 from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.smollm2 import smollm2
+from wgpu_lora.locks import is_directory
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.paths import check_path
 
@@ -34,7 +35,7 @@ def resolve_model(model: str) -> Path:
         path = Path(model).expanduser()
     except RuntimeError:  # '~user' without a home directory
         path = Path(model)
-    if path.is_dir() or (path.exists() and is_gguf(path)):
+    if is_directory(path) or (path.exists() and is_gguf(path)):
         return path
     if path.exists():
         raise UserError(

@@ -14,6 +14,7 @@ from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.model_cards import CARD, card_of_files
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS, read_adapter
 from wgpu_lora.formats.safetensors_checkpoint import INDEX, SINGLE, Checkpoint
+from wgpu_lora.locks import is_directory
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.paths import check_name, links_outside
 
@@ -63,7 +64,7 @@ def prepare(directory: Path, include: list[str] | None = None, exclude: list[str
             or no files are left.
     """
     check_name(directory)
-    if not directory.is_dir():
+    if not is_directory(directory):
         raise UserError(f"{directory} is not a directory: give the directory of an adapter or of a model.")
     result = _files(directory)
     kind, notes = _kind(directory, result)

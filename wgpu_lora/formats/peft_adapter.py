@@ -13,16 +13,31 @@ from safetensors.numpy import save
 
 from wgpu_lora.atomic import new_directory, write_bytes_atomic
 from wgpu_lora.errors import NotFiniteError, UserError
+from wgpu_lora.formats.file_digests import EMPTY, check_digests, with_digests
 from wgpu_lora.formats.peft_config import AdapterConfig, config_dict, parse_config
 from wgpu_lora.formats.safetensors_checkpoint import SUPPORTED_DTYPES, read_f32_entry
 from wgpu_lora.formats.safetensors_header import read_header
 from wgpu_lora.json_files import parse_object, read_json
+from wgpu_lora.locks import is_directory
 from wgpu_lora.paths import check_path
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _KEY = re.compile(
     r"base_model\.model\.([\w.]{1,400})\.(?:lora_([AB])\.weight|lora_(m)agnitude_vector(?:\.weight)?)", re.ASCII
 )
+# Tensors that PEFT writes for other options than LoRA of linear layers, by their names.
+_KINDS = {
+    r"lora_embedding_[AB]|trainable_tokens": "a part of an adapter of the embedding",
+    r"lora_[AB]\.bias|lora_bias": "a bias of a LoRA (lora_bias)",
+    r"embed_tokens|wte\b|word_embeddings": "a tensor of the embedding (modules_to_save)",
+    r"^(lm_head|embed_out)\b": "a tensor of the LM head (an adapter of lm_head, or modules_to_save)",
+    r"\b(score|classifier|v_head)\b": "the weights of a head for classification or rewards (modules_to_save)",
+    r"\.bias$": "a bias of the base that was trained (bias)",
+    r"norm": "the weights of a norm that was trained (modules_to_save)",
+    r"modules_to_save|original_module|base_layer": "the weights of a module that was trained whole (modules_to_save)",
+    r"hada_|lokr_|oft_|ia3_|vera_|boft_|prompt_|ranknum|lora_E": "a tensor of another kind of adapter than LoRA",
+}
+_HEAD = re.compile(r"(?:lm_head|embed_out|(?:model\.)?embed_tokens)$")
 PARTS = "ABM"  # of a module's adapter
 # By module, A [rank, in] and B [out, rank], and DoRA's magnitudes [out] behind them.
 Matrices = Mapping[str, tuple[np.ndarray, ...]]
@@ -55,14 +70,20 @@ def write_adapter(directory: str | Path, tensors: Mapping[str, np.ndarray], conf
             write_bytes_atomic(place / name, data)
 
 
-def adapter_files(tensors: Mapping[str, np.ndarray], config: AdapterConfig) -> dict[str, bytes]:
-    """The content of an adapter's two files, by name. Raises ValueError as `write_adapter` does."""
+def adapter_files(
+    tensors: Mapping[str, np.ndarray], config: AdapterConfig, companions: Mapping[str, bytes] = EMPTY
+) -> dict[str, bytes]:
+    """The content of an adapter's two files, by name. Raises ValueError as `write_adapter` does.
+
+    companions: files that are written beside them, such as the tokenizer's.
+    """
     for name, tensor in tensors.items():
         match = _KEY.fullmatch(name)
         if not match or tensor.dtype != np.float32 or tensor.ndim != (1 if match[3] else 2):
             raise ValueError(f"{name} ({tensor.dtype}, {tensor.ndim}-D) is not a float32 LoRA matrix")
-    weights = save({name: np.ascontiguousarray(t) for name, t in tensors.items()}, metadata={"format": "pt"})
-    return {WEIGHTS: weights, CONFIG: json.dumps(config_dict(config), indent=2, sort_keys=True).encode() + b"\n"}
+    files = {CONFIG: json.dumps(config_dict(config), indent=2, sort_keys=True).encode() + b"\n"}
+    weights = save({name: np.ascontiguousarray(t) for name, t in tensors.items()})
+    return {WEIGHTS: with_digests(weights, {**companions, **files}), **files}
 
 
 def read_adapter(
@@ -85,7 +106,7 @@ def read_adapter(
     """
     check_path(directory)
     directory = Path(directory)
-    if contents is None and not directory.is_dir():
+    if contents is None and not is_directory(directory):
         raise UserError(f"{directory} is not a directory: give the directory that holds {CONFIG}.")
     where, path = str(directory / CONFIG), directory / WEIGHTS
     content = read_json(directory / CONFIG) if contents is None else parse_object(contents.get(CONFIG, b""), where)
@@ -100,10 +121,8 @@ def read_adapter(
     halves: dict[str, dict[str, np.ndarray]] = {}
     for name, entry in read_header(path, contents[WEIGHTS] if contents is not None else None).items():
         match = _KEY.fullmatch(name)
-        if not match:
-            raw = ".default." in name or name.endswith((".lora_a", ".lora_b"))
-            hint = " as PEFT saves it: write it with save_pretrained" if raw else ": use another adapter"
-            raise UserError(f"{path} holds {name}, which is not a LoRA factor of a module{hint}.")
+        if not match or _HEAD.match(match[1]):
+            raise UserError(f"{path} holds {name}, {_kind(name)}.")
         if entry.dtype not in SUPPORTED_DTYPES:
             supported = ", ".join(SUPPORTED_DTYPES)
             raise UserError(f"{name} in {path} has dtype {entry.dtype}: store the adapter as one of {supported}.")
@@ -113,6 +132,7 @@ def read_adapter(
                 f"{name} in {path} has values that are not finite: train the adapter again, or use another."
             )
         halves.setdefault(match[1], {})[(match[2] or match[3]).upper()] = values
+    check_digests(path, contents)
     if not halves:
         raise UserError(f"{path} holds no tensors: train or download the adapter again.")
     try:
@@ -121,6 +141,17 @@ def read_adapter(
         raise UserError(f"The rank_pattern and alpha_pattern in {where} cannot be used: {error}.") from None
     modules = sorted(halves, key=in_order)
     return config, {module: _pair(module, halves[module], config, path) for module in modules}
+
+
+def _kind(name: str) -> str:
+    """What a tensor is that is no factor of a supported module's LoRA, and what to do about it."""
+    if ".default." in name or name.endswith((".lora_a", ".lora_b")):
+        return "which is not a LoRA factor of a module as PEFT saves it: write it with save_pretrained"
+    module = name.removeprefix("base_model.model.")
+    for pattern, kind in _KINDS.items():
+        if re.search(pattern, module):
+            return f"{kind}, which is not supported: train the adapter without it"
+    return "which is not a LoRA factor of a module: use another adapter"
 
 
 def in_order(module: str) -> list[tuple[int, str]]:

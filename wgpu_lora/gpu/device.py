@@ -18,7 +18,7 @@ from wgpu_lora.gpu.device_errors import OutOfDeviceMemory, ShaderError, raise_de
 from wgpu_lora.gpu.device_list import MAPPABLE, DeviceInfo, choose, choose_backend
 from wgpu_lora.gpu.tiling import Capabilities
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.signals import end_signal_delayed
+from wgpu_lora.signals import check_stop, end_signal_delayed
 
 WRITE_CHUNK = 16 << 20  # bytes; drivers stage a queued write, so one large write would double a tensor's memory
 INTEL = 0x8086
@@ -103,6 +103,7 @@ class Device:
         capabilities: what kernels may use; the subgroup size is measured.
         max_binding, max_buffer: bytes.
         allocated, peak_allocated: bytes of all live buffers in the device's memory, now and at most.
+        queued_seconds: of work that was submitted since the last wait, as it was timed before.
         host_allocated: bytes of all live buffers in the host's memory.
         live: all buffers that have not been freed, in either memory.
         before_free: called with each buffer before it is destroyed (see `gpu.buffer_wipe`).
@@ -140,6 +141,7 @@ class Device:
         self.max_buffer = int(self.raw.limits["max-buffer-size"]) & ~255
         self.allocated = self.host_allocated = 0
         self.peak_allocated = 0
+        self.queued_seconds = 0.0
         self._pipelines: dict[tuple[Any, ...], Any] = {}
         self.live: WeakSet[Any] = WeakSet()
         self.before_free: Callable[[Any], None] | None = None
@@ -226,10 +228,12 @@ class Device:
         size = buffer.size - offset if nbytes is None else nbytes
         with raise_device_lost(self.info.name):
             data = self.raw.queue.read_buffer(buffer, offset, (size + 3) & ~3)
+        self.queued_seconds = 0.0
         return np.frombuffer(data, np.uint8)[:size]
 
     def wait(self) -> None:
         """Blocks until the queue is empty. Raises DeviceLost."""
+        self.queued_seconds = 0.0
         with raise_device_lost(self.info.name):
             self.webgpu.wait(self.raw)
 
@@ -239,6 +243,7 @@ class Device:
         """The compute pipeline of a WGSL source, compiled once per key. Raises ShaderError."""
         result = self._pipelines.get(key)
         if result is None:
+            check_stop()
             label, text = str(key[0]), source()
             try:
                 with raise_device_lost(self.info.name):

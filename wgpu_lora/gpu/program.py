@@ -20,9 +20,11 @@ from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
 from wgpu_lora.gpu.verdicts import verdicts_of
+from wgpu_lora.signals import check_stop
 
 SUBMIT_SECONDS = 0.4  # of work per submit, so that watchdogs do not fire and Ctrl-C is prompt
-FIRST_SUBMIT, FIRST_WORK = 24, 1 << 32  # dispatches, and multiply-adds, per submit until they have been timed
+SLOW_SUBMIT = 2.5 * SUBMIT_SECONDS  # a submit that takes longer than this is divided anew
+FIRST_SUBMIT, FIRST_WORK = 24, 1 << 32  # dispatches, and multiply-adds, per submit at most until they have been timed
 
 
 class Program:
@@ -38,6 +40,7 @@ class Program:
         self.dispatches: list[Dispatch] = []
         self._replay: list[tuple[Any, Any, Grid]] = []
         self._splits: list[int] | None = None
+        self._last_seconds = 0.0  # of the last submit
         self._warm = False
         self._uniform: Storage | None = None
         self._plans: dict[bool, tuple[dict[Storage, tuple[int, int]], ArenaPlan]] = {}  # the last ones, and of what
@@ -213,9 +216,13 @@ class Program:
             self._splits = self._calibrate()
             return
         for start, stop in self.submits():
-            self.submit(start, stop)
-            if stop != len(self._replay):
+            if self.device.queued_seconds > SUBMIT_SECONDS:
                 self.device.wait()
+            if stop == len(self._replay):
+                self.submit(start, stop)
+                self.device.queued_seconds += self._last_seconds
+            elif self._timed(start, stop) > SLOW_SUBMIT:  # the device has become slower
+                self._splits = None
 
     def submits(self) -> list[tuple[int, int]]:
         """[start, stop) of the dispatches in each submit. Until the program has been timed, there is one submit."""
@@ -225,24 +232,24 @@ class Program:
     def _calibrate(self) -> list[int]:
         splits, total = [], 0.0
         for start, stop in self._pieces(0, len(self._replay)):
-            begin = time.perf_counter()
-            self.submit(start, stop)
-            self.device.wait()
-            elapsed = time.perf_counter() - begin
+            elapsed = self._timed(start, stop)
             if total + elapsed > SUBMIT_SECONDS and start:
                 splits.append(start)
                 total = 0.0
             total += elapsed
+        self._last_seconds = total
         return [*splits, len(self._replay)]
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """[start, stop) in pieces that are short on any device."""
-        begin, work = start, 0.0
+        """[start, stop) in pieces that are short on any device: smaller ones after one that was not."""
+        begin, work, share = start, 0.0, 1.0
         for index in range(start, stop):
             step = self.dispatches[index]
             own = step.kernel.tuning.work(step.constants) if step.kernel.tuning else 0.0
-            if index > begin and (index - begin == FIRST_SUBMIT or work + own > FIRST_WORK):
+            if index > begin and (index - begin >= share * FIRST_SUBMIT or work + own > share * FIRST_WORK):
+                started = time.perf_counter()
                 yield begin, index
+                share = min(1.0, share * SUBMIT_SECONDS / max(time.perf_counter() - started, 1e-9))
                 begin, work = index, 0.0
             work += own
         if begin < stop:
@@ -251,11 +258,19 @@ class Program:
     def submit_in_pieces(self, start: int, stop: int) -> None:
         """Submits the dispatches [start, stop) before it is known how long they take, and waits for them."""
         for piece in self._pieces(start, stop):
-            self.submit(*piece)
-            self.device.wait()
+            self._timed(*piece)
+
+    def _timed(self, start: int, stop: int) -> float:
+        """Submits the dispatches [start, stop) and waits for them; returns the seconds."""
+        begin = time.perf_counter()
+        self.submit(start, stop)
+        self.device.wait()
+        return time.perf_counter() - begin
 
     def submit(self, start: int, stop: int, timestamps: dict[str, Any] | None = None) -> None:
-        """Submits the dispatches [start, stop) as one compute pass, which may write timestamps. Raises DeviceLost."""
+        """Submits the dispatches [start, stop) as one compute pass, which may write timestamps. Raises DeviceLost,
+        and Stopped if this work is to stop."""
+        check_stop()
         with raise_device_lost(self.device.info.name):
             encoder = self.device.raw.create_command_encoder()
             compute = encoder.begin_compute_pass(timestamp_writes=timestamps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.models.adapter_set import AdapterSet
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.text import count_noun
+from wgpu_lora.tokenizer.tokenizer_files import OWN_TOKENIZER, adapter_tokenizer
 
 MOST = 16  # prompts at a time by default
 SHOWN = 60  # characters of a text in an answer's repr
@@ -44,13 +45,23 @@ class Answer:
         return f"Answer({text!r}, {count_noun(len(self.token_ids), 'token')}, stop_reason={self.stop_reason!r})"
 
 
-def tokenizer_of(model: LoadedModel) -> Tokenizer:
-    """The model's tokenizer. Raises UserError if it has none."""
+def tokenizer_of(model: LoadedModel, adapter: str | Path | None = None) -> Tokenizer:
+    """The model's tokenizer, or that of an adapter which has its own beside it.
+
+    Raises:
+        UserError: there is none, or the adapter's has tokens that the model lacks.
+    """
     if model.tokenizer is None:
         raise UserError(
             f"The model {model.name} has no tokenizer.json, so it cannot read text: add one to its directory."
         )
-    return model.tokenizer
+    return model.tokenizer if adapter is None else adapter_tokenizer(model.tokenizer, model.config.vocab_size, adapter)
+
+
+def notes_for(model: LoadedModel, adapters: Iterable[str | Path]) -> list[str]:
+    """Sentences for the user about weights that are rounded again, and about adapters with other tokenizers."""
+    own = [directory for directory in adapters if tokenizer_of(model, directory) is not model.tokenizer]
+    return [*model.rounding, *map(OWN_TOKENIZER.format, own)]
 
 
 def answer_slots(
@@ -80,8 +91,8 @@ def answer_slots(
     """
     if batch is not None and (type(batch) is not int or batch < 1):
         raise UserError(f"A batch of {batch!r:.40} prompts is not possible: use a batch of at least one.")
-    tokenizer = tokenizer_of(model)
-    ids = prompt_ids(tokenizer, prompts, settings, directories)
+    tokenizers = {slot: tokenizer_of(model, slot if slot is None else directories[slot]) for slot in {*slots}}
+    ids = prompt_ids([tokenizers[slot] for slot in slots], prompts, settings, directories)
     samplers = [settings.sampler] * len(ids) if seeds is None else [replace(settings.sampler, seed=s) for s in seeds]
     result: list[Answer] = []
     finished_tokens = 0
@@ -91,7 +102,10 @@ def answer_slots(
     ):
         for start in range(0, len(ids), generator.batch):
             part = slice(start, start + generator.batch)
-            streams = [StreamedAnswer(tokenizer, len(input_ids), settings.stop) for input_ids in ids[part]]
+            streams = [
+                StreamedAnswer(tokenizers[slot], len(input_ids), settings.stop)
+                for slot, input_ids in zip(slots[part], ids[part], strict=True)
+            ]
             for _, piece in replies(
                 generator, streams, ids[part], slots[part], settings, streamed, samplers=samplers[part]
             ):
@@ -111,8 +125,8 @@ def stream_slot(
     model: LoadedModel, prompt: Prompt, directory: str | Path | None, settings: GenerationOptions, events: Events
 ) -> Iterator[str]:
     """The answer to one prompt in pieces, as they are generated; frees its memory when the iterator ends."""
-    tokenizer = tokenizer_of(model)
-    ids = prompt_ids(tokenizer, [prompt], settings, [] if directory is None else [directory])
+    tokenizer = tokenizer_of(model, directory)
+    ids = prompt_ids([tokenizer], [prompt], settings, [] if directory is None else [directory])
     with (
         adapters_on_device(model, [] if directory is None else [directory]) as adapters,
         open_generator(model, adapters, capacity_for(model, ids, settings), 1, 1, events) as generator,
@@ -147,11 +161,17 @@ def open_generator(
 
 
 def prompt_ids(
-    tokenizer: Tokenizer, prompts: Sequence[Prompt], settings: GenerationOptions, adapters: Sequence[str | Path]
+    tokenizers: Sequence[Tokenizer],
+    prompts: Sequence[Prompt],
+    settings: GenerationOptions,
+    adapters: Sequence[str | Path],
 ) -> list[list[int]]:
     """Token ids of each prompt; texts are worded as the settings say or as the adapters were trained."""
     form = settings.prompt_format or trained_prompt_format(adapters)
-    return [chat_prompt(tokenizer, prompt, settings.system, form, **settings.template_kwargs) for prompt in prompts]
+    return [
+        chat_prompt(tokenizer, prompt, settings.system, form, **settings.template_kwargs)
+        for tokenizer, prompt in zip(tokenizers, prompts, strict=True)
+    ]
 
 
 def capacity_for(model: LoadedModel, ids: Sequence[Sequence[int]], settings: GenerationOptions) -> int:
@@ -179,14 +199,13 @@ def replies(
     assert len(ids) <= generator.batch
     read = streamed or bool(settings.stop)
     results = [reply.generation for reply in answers]
-    stop_ids = answers[0].stop_ids
     tokens = generator.tokens(
         ids,
         slots,
         results,
         samplers or settings.sampler,
         settings.max_new_tokens,
-        stop_ids,
+        [reply.stop_ids for reply in answers],
         should_stop=should_stop,
     )
     for number, token in tokens:

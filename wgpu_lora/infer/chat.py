@@ -49,8 +49,8 @@ class Chat:
         events: Events = SILENT,
     ):
         self.model, self.settings = model, settings
-        self.tokenizer = tokenizer_of(model)
         self.adapters = dict(adapters)
+        self.tokenizers = {name: tokenizer_of(model, adapters.get(name)) for name in (BASE, *adapters)}
         if self.adapters:
             slots_of(self.adapters, True)  # the base can be selected at any time
         self.lanes = {name: ChatHistory(name) for name in names}
@@ -68,6 +68,11 @@ class Chat:
         self.capacity = max_length or min(CAPACITY, limit)
         self.shrunk = False  # the length was reduced to fit memory, which the user has not been shown yet
         self._events = events
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """That of the first selected adapter."""
+        return self.tokenizers[next(iter(self.lanes))]
 
     @property
     def templated(self) -> bool:
@@ -111,9 +116,16 @@ class Chat:
         generator = self.open()
         names = list(self.lanes)
         worded = replace(self.settings, prompt_format=self.prompt_format)
-        prompts = [lane.prompt(self.tokenizer, text, worded, self.capacity) for lane in self.lanes.values()]
+        tokenizers = [self.tokenizers[name] for name in names]
+        prompts = [
+            lane.prompt(tokenizer, text, worded, self.capacity)
+            for tokenizer, lane in zip(tokenizers, self.lanes.values(), strict=True)
+        ]
         ids = [prompt for prompt, _ in prompts]
-        result = [StreamedAnswer(self.tokenizer, len(prompt), tuple(self.settings.stop)) for prompt in ids]
+        result = [
+            StreamedAnswer(tokenizer, len(prompt), tuple(self.settings.stop))
+            for tokenizer, prompt in zip(tokenizers, ids, strict=True)
+        ]
         order = list(self.adapters)
         slots = [None if name == BASE else order.index(name) for name in names]
         settings = replace(self.settings, seed=self.settings.seed + self._attempt)

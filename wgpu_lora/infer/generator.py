@@ -104,7 +104,8 @@ class Generator:
         """
         sampler = Sampler(temperature, top_k, top_p, seed, min_p, repetition_penalty)
         results = [Generation(len(prompt)) for prompt in prompts]
-        for number, token in self.tokens(prompts, slots, results, sampler, max_new_tokens, stop_ids):
+        stops = [frozenset(stop_ids)] * len(prompts)
+        for number, token in self.tokens(prompts, slots, results, sampler, max_new_tokens, stops):
             on_token(number, token)
         return results
 
@@ -115,19 +116,19 @@ class Generator:
         results: Sequence[Generation],
         sampler: Sampler | Sequence[Sampler],
         max_new_tokens: int,
-        stop_ids: Collection[int] = (),
+        stop_ids: Sequence[Collection[int]] = (),
         should_stop: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, int]]:
         """Like `generate`, but yields (prompt's number, token id) as soon as a token is sampled.
 
         Args:
-            sampler: of all prompts, or one for each.
+            sampler: of all prompts, or one for each. stop_ids: of each prompt, by default none.
             results: one per prompt, filled in here. The caller can end a sequence by setting its stop reason.
             should_stop: called between steps; if true, all sequences end.
         """
-        engine, stop = self.engine, frozenset(stop_ids)
+        engine = self.engine
         samplers = [sampler] * len(prompts) if isinstance(sampler, Sampler) else sampler
-        requests = self._requests(prompts, slots, samplers, max_new_tokens, stop)
+        requests = self._requests(prompts, slots, samplers, max_new_tokens, stop_ids or [()] * len(prompts))
         numbers = {id(request): number for number, request in enumerate(requests)}
         timed = np.zeros((2, 2))  # tokens and seconds of prefill and decoding
         try:
@@ -160,7 +161,7 @@ class Generator:
         slots: Sequence[int | None] | None,
         samplers: Sequence[Sampler],
         max_new_tokens: int,
-        stop_ids: Collection[int] = (),
+        stop_ids: Sequence[Collection[int]],
     ) -> list[Request]:
         """Queued requests. Raises UserError, which names the prompt, before any runs."""
         prompt_slots = [None] * len(prompts) if slots is None else slots
@@ -168,7 +169,7 @@ class Generator:
         requests: list[Request] = []
         for prompt, slot, sampler in zip(prompts, prompt_slots, samplers, strict=True):
             name = None if slot is None else str(slot)
-            request = Request(list(prompt), name, sampler, max_new_tokens, stop_ids)
+            request = Request(list(prompt), name, sampler, max_new_tokens, stop_ids[len(requests)])
             try:
                 self.engine.add(request, f"Prompt {len(requests) + 1}")
             except UserError:

@@ -7,17 +7,19 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import numbered, write_new_bytes
 from wgpu_lora.data.column_types import ANYTHING, MESSAGES, TEXT, TEXT_OR_MESSAGES
 from wgpu_lora.data.compressed_files import bare_name, opened
-from wgpu_lora.data.example_formats import EXAMPLES, alpaca, with_system
+from wgpu_lora.data.example_formats import EXAMPLES, QUESTION, alpaca, with_system
 from wgpu_lora.data.row_counts import RowCounts
 from wgpu_lora.data.row_files import SUFFIXES, FileSource, reader_of
-from wgpu_lora.data.row_formats import Fields, RowFormat, RowFormats
+from wgpu_lora.data.row_formats import ColumnType, Fields, RowFormat, RowFormats
 from wgpu_lora.data.source import BadRow
+from wgpu_lora.data.unread_columns import is_input
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer.answers import Answer
 from wgpu_lora.infer.prompts import Prompt, check_prompt
@@ -38,13 +40,24 @@ def _of_instruction(row: Fields) -> Any:
     return replace(alpaca(row), output="")
 
 
-# Rows with a prompt, which may be rows to train on; all their columns are kept beside the answer.
+def _format(name: str, kind: ColumnType, prompt: Callable[[Fields], Any]) -> RowFormat[Any]:
+    def convert(row: Fields) -> Any:
+        result = prompt(row)
+        row.keep(but=lambda column: column in QUESTION or is_input(column))  # beside the answer
+        return result
+
+    return RowFormat({name: kind}, convert, EXAMPLES.columns, QUESTION)
+
+
+# Rows with a prompt, which may be rows to train on.
 FORMATS: RowFormats[Any] = RowFormats(
     (
-        RowFormat({"messages": MESSAGES}, lambda row: with_system(row, "messages"), EXAMPLES.columns),
-        RowFormat({"conversations": MESSAGES}, lambda row: with_system(row, "conversations"), EXAMPLES.columns),
-        RowFormat({"prompt": replace(ANYTHING, cell=TEXT_OR_MESSAGES.cell)}, _of_prompt, EXAMPLES.columns),
-        RowFormat({"instruction": TEXT}, _of_instruction, EXAMPLES.columns),
+        *(
+            _format(name, MESSAGES, partial(lambda name, row: with_system(row, name), name))
+            for name in ("messages", "conversations")
+        ),
+        _format("prompt", replace(ANYTHING, cell=TEXT_OR_MESSAGES.cell), _of_prompt),
+        _format("instruction", TEXT, _of_instruction),
     )
 )
 _ROWS = re.compile(rb"(\xef\xbb\xbf)?\s*(\{|\[\s*\{|PAR1)")  # the beginning of a file of rows

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from wgpu_lora.models.published_shapes import cut
 from wgpu_lora.names.spelling import setting
 from wgpu_lora.text import join_words
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.tokenizer.tokenizer_files import tokenizer_files
 from wgpu_lora.weights.base import BlockSource, Loading, Packed, scratch_bytes, write
 from wgpu_lora.weights.base_formats import AUTO, DEFAULT_FORMAT, GGUF, GGUF_PATTERN, base_format
 from wgpu_lora.weights.dense import DTYPES
@@ -62,6 +64,11 @@ class LoadedModel:
             f"{config.hidden_size}, {self.decoder.base_dtype} weights {'on' if self.weights_loaded else 'not yet on'} "
             f"{where})"
         )
+
+    @cached_property
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The files of the tokenizer and the chat template that adapters of this model are saved with."""
+        return tokenizer_files(self.path, self.tokenizer)
 
     @property
     def notes(self) -> list[str]:

@@ -124,7 +124,7 @@ def write_report(result: Result, proof: Proof) -> None:
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "webgpu": devices["webgpu"],
         "platform": platform.platform(),
-        "commit": checkout and checkout["id"] + "+" * checkout["modified"],
+        "commit": checkout and checkout["id"],
         "command": sys.argv,
         "recipe": {"path": str(proof.recipe), "options": proof.args.as_dict()},
         "devices": devices["devices"],

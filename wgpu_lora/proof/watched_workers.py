@@ -19,6 +19,7 @@ from typing import Any
 import cffi
 import psutil
 
+from wgpu_lora.child_process import python
 from wgpu_lora.worker.worker import Worker
 
 PERIOD = 0.2  # seconds between looks
@@ -171,7 +172,7 @@ class Children:
         self.watcher.start()
 
     def start(self, name: str, job: str, interactive: bool = False, **options: Any) -> Worker:
-        program = [sys.executable, "-S", "-c", WORKER, str(self.witness(name))]
+        program = python("-S", "-c", WORKER, str(self.witness(name)))
         files: dict[str, Any] = {"environment": self.environment, "place": self.logs}
         self.workers.append(Worker(job, options, name=name, program=program, interactive=interactive, **files))
         return self.workers[-1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 from wgpu_lora.bench.brick_results import Writer, header
 from wgpu_lora.bench.training_runs import Work, prepared
 from wgpu_lora.bench.training_step import TRAINING, benchmark_option_names
+from wgpu_lora.child_process import python
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events, StepResult
 from wgpu_lora.gpu.device import Device
@@ -136,7 +136,7 @@ class _Segments:
     def broker(self) -> Iterator[str]:
         """A broker in a process of its own; gives its URL. Raises UserError if it does not start."""
         keys = ["--key", str(self.directory / "data.key"), "--signing-key", str(self.directory / "broker.pem")]
-        command = [sys.executable, "-u", "-m", "wgpu_lora", "protect", "broker", "--policy", str(self.policy), *keys]
+        command = python("-u", "-m", "wgpu_lora", "protect", "broker", "--policy", str(self.policy), *keys)
         with subprocess.Popen(
             [*command, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process:

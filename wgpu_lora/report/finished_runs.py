@@ -13,6 +13,7 @@ from typing import Any
 
 from wgpu_lora.bench.step_profile import described
 from wgpu_lora.errors import UserError
+from wgpu_lora.locks import is_directory
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.text import escape_unprintable
 from wgpu_lora.train.adapter_tasks import tasks_of_request
@@ -187,7 +188,7 @@ def _members(pipeline: Path) -> list[Path]:
 
 def nothing_in(directory: Path) -> UserError:
     """The error for a directory without a finished run, by what is in it."""
-    if not directory.is_dir():
+    if not is_directory(directory):
         return UserError(f"There is no directory {directory}: give a run's {flag('output')}.")
     if (directory / STATE).is_file() and (directory / "adapter_config.json").is_file():
         return UserError(f"{directory} holds a checkpoint, and no finished run: give the {flag('output')} of its run.")

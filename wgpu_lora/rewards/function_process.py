@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.assets import ROOT
-from wgpu_lora.child_process import PATIENCE, ChildEnded, ChildProcess
+from wgpu_lora.child_process import PATIENCE, ChildEnded, ChildProcess, module_command
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.rewards.function_child import FILE
 
 START = 60.0  # seconds to import a function's file
-_COMMAND = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from wgpu_lora.rewards.function_child import main; main()"
-)
+CHILD = "wgpu_lora.rewards.function_child"
 
 
 class FunctionProcess:
@@ -61,8 +56,7 @@ class FunctionProcess:
         self._number += 1
         try:
             if self._child is None:
-                paths = json.dumps([*sys.path, str(ROOT)])
-                self._child = ChildProcess([sys.executable, "-c", _COMMAND, paths], stderr=2)
+                self._child = ChildProcess(module_command(CHILD), stderr=2)
             with self._child.within(seconds / PATIENCE):
                 self._child.send({**message, "number": self._number})
                 reply: dict[str, Any] = self._child.receive()

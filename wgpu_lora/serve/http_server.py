@@ -109,6 +109,7 @@ def serve(
     limits: Limits,
     end_seconds: int = 30,
     tell: Callable[[str], None] = print,
+    note: Callable[[str], None] = print,
 ) -> None:
     """Answer requests until a signal: what runs may finish within `end_seconds`, or until a second signal.
 
@@ -116,7 +117,7 @@ def serve(
         make: opens the model and makes the engine with these adapters; called again if the device is lost.
         adapters: directories by name. name: of the base model.
         port: 0 takes a free one.
-        tell: called with the server's address once it can be used.
+        tell: called with the server's address once it can be used. note: with what the user should know before.
 
     Raises:
         UserError: the address cannot be used, the model or an adapter cannot be opened, or the device was lost twice.
@@ -124,7 +125,6 @@ def serve(
     with listen(host, port, unix_socket) as sock:
         engine = make(adapters)
         model = engine.model
-        tokenizer = tokenizer_of(model)
         decoder = read_model(model.path).tokenizer
         assert decoder
         server: list[_Server] = []
@@ -142,7 +142,9 @@ def serve(
             stop,
         )
         try:
-            service = Service(thread, model, tokenizer, decoder, engine.max_model_len, name, limits)
+            service = Service(thread, model, decoder, engine.max_model_len, name, limits)
+            for text in service.notes:
+                note(text)
             hosts = LOOPBACK if unix_socket is None and host in LOOPBACK and not api_key else None
             app = make_app(service, Access(api_key, hosts, origins), allow_runtime_lora)
             server.append(

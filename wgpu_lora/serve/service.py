@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -19,6 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from wgpu_lora.infer.answers import tokenizer_of
 from wgpu_lora.infer.request import Request, TokenLogprobs
 from wgpu_lora.infer.tool_calls import MARKERS, ToolCallParser, ToolFormat, tool_format
 from wgpu_lora.models.adapter_modules import read_adapter_for
@@ -34,20 +35,44 @@ from wgpu_lora.serve.schema import (
     GenerationRequest,
     Json,
     LoadAdapter,
+    LoraScale,
     TokenizeRequest,
     ToolName,
     UnloadAdapter,
 )
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.tokenizer.tokenizer_files import OWN_TOKENIZER, adapter_tokenizer
 
 LEAST = -9999.0  # a log-probability of minus infinity, which JSON does not have
+
+
+class Codec:
+    """From text to tokens and back, for the model or for an adapter with its own tokenizer or chat template.
+
+    Args:
+        tokenizer: of prompts; `decoder` is the same one in another process, so that a long prompt stops no answer.
+        vocab_size: of the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, decoder: Tokenizer, vocab_size: int) -> None:
+        self.tokenizer, self.decoder = tokenizer, decoder
+        self.vocabulary = Vocabulary(decoder, vocab_size)
+        self.vocabulary.bytes_of(0)  # takes a second the first time
+        self.stop_ids = frozenset(tokenizer.stop_ids)
+        ids = {tokenizer.token_id(text) or -1: text for text in MARKERS}
+        self.markers = {token: text for token, text in ids.items() if token in tokenizer.special_ids}
+
+    @cached_property
+    def tool_format(self) -> ToolFormat:
+        """Found with the tokenizer, and so in `Service.prepare` first. Raises UserError."""
+        return tool_format(self.tokenizer)
 
 
 class Service:
     """What the endpoints share.
 
     Args:
-        tokenizer: of prompts; `decoder` is the same one in another process, so that a long prompt stops no answer.
+        model: with its tokenizer; `decoder` is the same one in another process.
         name: of the base model in the API.
     """
 
@@ -55,32 +80,50 @@ class Service:
         self,
         engine: EngineThread,
         model: LoadedModel,
-        tokenizer: Tokenizer,
         decoder: Tokenizer,
         max_model_len: int,
         name: str,
         limits: Limits,
     ) -> None:
-        self.engine, self.tokenizer, self.name, self.limits = engine, tokenizer, name, limits
+        self.engine, self.name, self.limits = engine, name, limits
         self.max_model_len, self.start_time = max_model_len, int(time.time())
-        self.vocabulary = Vocabulary(decoder, model.config.vocab_size)
-        self._decoder, self._config = decoder, model.config
+        self._config = model.config
+        self._base = Codec(tokenizer_of(model), decoder, model.config.vocab_size)
+        self._codecs: dict[str, Codec] = {}  # of adapters with their own
+        for adapter, directory in engine.adapters.items():
+            self._add_codec(adapter, directory)
         self._prompts = ThreadPoolExecutor(1, "serve-prompt")  # a tokenizer serves one at a time
-        self._prompts.submit(self.vocabulary.bytes_of, 0)  # takes a second the first time
-        self._stop_ids = frozenset(tokenizer.stop_ids)
-        ids = {tokenizer.token_id(text) or -1: text for text in MARKERS}
-        self._markers = {token: text for token, text in ids.items() if token in tokenizer.special_ids}
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the user about adapters that have their own tokenizer or chat template."""
+        return [OWN_TOKENIZER.format(name) for name in self._codecs]
+
+    def codec_of(self, body: Any) -> Codec:
+        """The codec of the adapter that a request names. Raises RequestError."""
+        adapter = self.adapter_of(body)
+        return self._base if adapter is None else self._codecs.get(adapter, self._base)
+
+    def _add_codec(self, name: str, directory: Path) -> None:
+        """Add the codec of an adapter, if it has its own. Raises UserError."""
+        pair = [
+            adapter_tokenizer(base, self._config.vocab_size, directory)
+            for base in (self._base.tokenizer, self._base.decoder)
+        ]
+        if pair[0] is not self._base.tokenizer:
+            self._codecs[name] = Codec(pair[0], pair[1], self._config.vocab_size)
 
     async def prepare(self, act: Callable[..., Any], *arguments: Any) -> Any:
         """The result of a function that uses the tokenizer, which may take long."""
         return await asyncio.get_running_loop().run_in_executor(self._prompts, partial(act, *arguments))
 
-    def adapter_of(self, body: GenerationRequest) -> str | None:
+    def adapter_of(self, body: GenerationRequest | TokenizeRequest | DetokenizeRequest) -> str | None:
         """The adapter that a request names, None for the base. Raises RequestError."""
-        name = None if body.model in (None, self.name) else body.model
+        name: str | None = None if body.model in (None, self.name) else body.model
         if name is not None and name not in self.engine.adapters:
             raise unknown_model(name)
-        scaled = [adapter for adapter in body.lora or [] if adapter.scale != 0]
+        lora: list[LoraScale] = getattr(body, "lora", None) or []
+        scaled = [adapter for adapter in lora if adapter.scale != 0]
         if len(scaled) > 1:
             raise RequestError("'lora' names several adapters, whose sum is not supported: give one.", param="lora")
         for adapter in scaled:
@@ -101,6 +144,7 @@ class Service:
         if not os.path.isdir(directory):
             raise RequestError(f"There is no directory {body.lora_path:.1000}.", 404, "lora_path")
         read = await self._read(directory)
+        await self.prepare(self._add_codec, name, directory)
         await self.engine.call(lambda engine: engine.load_adapter(name, *read))
         self.engine.adapters[name] = directory
         return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
@@ -113,6 +157,7 @@ class Service:
             raise RequestError(f"There is no adapter '{body.lora_name:.100}': /v1/models lists them.", 404, "lora_name")
         name = body.lora_name
         del self.engine.adapters[name]
+        self._codecs.pop(name, None)
         await self.engine.call(lambda engine: engine.unload_adapter(name) if name in engine.slots.names else None)
         return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
 
@@ -135,14 +180,15 @@ class Service:
         Raises:
             UserError: a prompt or an option is not possible.
         """
-        adapter, stop = self.adapter_of(body), [body.stop] if isinstance(body.stop, str) else body.stop or []
+        adapter, codec = self.adapter_of(body), self.codec_of(body)
+        stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         for prompt in prompts:
             check_room(prompt, max_tokens, self.max_model_len)
         if body.ignore_eos and source is not None:
             raise RequestError("'ignore_eos' cannot be used with a grammar, which has an end.", param="ignore_eos")
-        stop_ids = {*(() if body.ignore_eos else self._stop_ids), *(body.stop_token_ids or [])}
+        stop_ids = {*(() if body.ignore_eos else codec.stop_ids), *(body.stop_token_ids or [])}
         draws = samplers(body, body.n or 1)
-        grammar = await run_in_threadpool(self.vocabulary.compile, source) if source is not None else None
+        grammar = await run_in_threadpool(codec.vocabulary.compile, source) if source is not None else None
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
         result: list[RunningAnswer] = []
         for prompt in prompts:
@@ -151,7 +197,7 @@ class Service:
                 request = Request(
                     list(prompt), adapter, draw, new_tokens, stop_ids, grammar=grammar and grammar.copy(), **options
                 )
-                text = StreamedText(self._decoder, stop, markers)
+                text = StreamedText(codec.decoder, stop, markers)
                 result.append(RunningAnswer(len(result), request, text, pieces, adapter or self.name))
         if not await self.engine.start(result):  # the adapter was the one that was used least
             directory = self.engine.adapters.get(adapter or "")
@@ -188,14 +234,15 @@ class Service:
     async def tokenize(self, body: TokenizeRequest, raw: Json) -> Response:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("Give 'prompt' or 'messages', one of the two.")
+        tokenizer = self.codec_of(body).tokenizer
         if body.prompt is None:
-            ids = await self.prepare(conversation_ids, self.tokenizer, body, raw)
+            ids = await self.prepare(conversation_ids, tokenizer, body, raw)
         else:
-            ids = await self.prepare(text_ids, self.tokenizer, body.prompt, body.add_special_tokens)
+            ids = await self.prepare(text_ids, tokenizer, body.prompt, body.add_special_tokens)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len})
 
     async def detokenize(self, body: DetokenizeRequest, raw: Json) -> Response:
-        return JSONResponse({"prompt": await self.prepare(self.tokenizer.decode, body.tokens, False)})
+        return JSONResponse({"prompt": await self.prepare(self.codec_of(body).tokenizer.decode, body.tokens, False)})
 
     async def models(self, body: None, raw: None) -> Response:
         base = self.name
@@ -220,31 +267,32 @@ class Service:
     # -- the endpoints -------------------------------------------------------------------------------------------------
 
     async def chat(self, body: ChatRequest, raw: Mapping[str, Any]) -> Response:
-        prompt, source, form = await self.prepare(self._prepare_chat, body, raw)
+        codec = self.codec_of(body)
+        prompt, source, parses = await self.prepare(self._prepare_chat, codec, body, raw)
         answers = await self.answers(
             body,
             [prompt],
             source,
             body.max_completion_tokens or body.max_tokens,
             self.max_model_len,
-            self._markers if form else {},
+            codec.markers if parses else {},
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
-        parsers = [ToolCallParser(form) if form else None for _ in answers]
-        return await self.respond(body, "chat.completion", answers, ChatFormat(self.vocabulary, parsers))
+        parsers = [ToolCallParser(codec.tool_format) if parses else None for _ in answers]
+        return await self.respond(body, "chat.completion", answers, ChatFormat(codec.vocabulary, parsers))
 
     def _prepare_chat(
-        self, body: ChatRequest, raw: Mapping[str, Any]
-    ) -> tuple[list[int], str | None, ToolFormat | None]:
-        """(token ids, what the answer must follow, how it calls tools, if it may)"""
-        choice, tools, form = body.tool_choice or "auto", body.tools or [], None
+        self, codec: Codec, body: ChatRequest, raw: Mapping[str, Any]
+    ) -> tuple[list[int], str | None, bool]:
+        """(token ids, what the answer must follow, whether it may call tools)"""
+        choice, tools = body.tool_choice or "auto", body.tools or []
         if not tools and choice not in ("auto", "none"):
             raise RequestError("'tool_choice' asks for a tool, but there are no 'tools'.", param="tool_choice")
         if body.top_logprobs and not body.logprobs:
             raise RequestError("'top_logprobs' needs 'logprobs': set it to true.", param="top_logprobs")
         source = grammar_source(body)
         if tools:
-            form = tool_format(self.tokenizer)  # also if none may be called: the template must print them
+            form = codec.tool_format  # also if none may be called: the template must print them
             if isinstance(choice, ToolName):
                 tools = [tool for tool in tools if tool.function.name == choice.function.name]
                 if not tools:
@@ -253,18 +301,18 @@ class Service:
                 if source is not None:
                     raise RequestError("A forced call of a tool cannot follow another grammar: leave out one of them.")
                 parallel = choice == "required" and body.parallel_tool_calls is not False
-                source = call_grammar(form, tools, parallel, self.tokenizer)
-        return conversation_ids(self.tokenizer, body, raw), source, form if choice != "none" else None
+                source = call_grammar(form, tools, parallel, codec.tokenizer)
+        return conversation_ids(codec.tokenizer, body, raw), source, bool(tools) and choice != "none"
 
     async def complete(self, body: CompletionRequest, raw: Mapping[str, Any]) -> Response:
         value: Any = body.prompt
         prompts = value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
-        ids, texts = [], []
+        ids, texts, codec = [], [], self.codec_of(body)
         for prompt in prompts:
-            ids.append(await self.prepare(text_ids, self.tokenizer, prompt) if isinstance(prompt, str) else prompt)
+            ids.append(await self.prepare(text_ids, codec.tokenizer, prompt) if isinstance(prompt, str) else prompt)
             check_room(ids[-1], None, self.max_model_len)  # before they are decoded
             if body.echo:
-                texts.append(prompt if isinstance(prompt, str) else await self.prepare(self.tokenizer.decode, prompt))
+                texts.append(prompt if isinstance(prompt, str) else await self.prepare(codec.tokenizer.decode, prompt))
         answers = await self.answers(
             body,
             ids,
@@ -276,7 +324,7 @@ class Service:
             prompt_logprobs=bool(body.echo) and body.logprobs is not None,
         )
         echo = [texts[answer.index // (body.n or 1)] for answer in answers] if body.echo else [""] * len(answers)
-        return await self.respond(body, "text_completion", answers, TextFormat(self.vocabulary, answers, echo))
+        return await self.respond(body, "text_completion", answers, TextFormat(codec.vocabulary, answers, echo))
 
 
 class AnswerStream(StreamingResponse):

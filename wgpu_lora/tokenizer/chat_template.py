@@ -119,14 +119,59 @@ def _compile(source: str, origin: str) -> jinja2.Template:
         ) from error
 
 
-def _as_templates_expect(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """Drop null fields, and provide the reasoning under all names that templates use, as transformers does."""
+class Arguments(dict[str, Any]):
+    """The arguments of a tool call: an object for templates that iterate over it or dump it as JSON, and its JSON text
+    for those that print it or join it to other text.
+    """
+
+    def __init__(self, value: Mapping[str, Any], text: str | None = None) -> None:
+        super().__init__(value)
+        self._text = json.dumps(value, ensure_ascii=False) if text is None else text
+
+    def __str__(self) -> str:
+        return self._text
+
+    __repr__ = __html__ = __str__
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def arguments_of(value: Any) -> Any:
+    """Arguments of a tool call from an object or the text of one; anything else as it is."""
+    if isinstance(value, str):
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+        return Arguments(parsed, value) if isinstance(parsed, dict) else value
+    return Arguments(value) if isinstance(value, Mapping) else value
+
+
+def _with_arguments(call: Any, as_text: bool) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or "arguments" not in function:
+        return call
+    arguments = arguments_of(function["arguments"])
+    return {**call, "function": {**function, "arguments": str(arguments) if as_text else arguments}}
+
+
+def _as_templates_expect(messages: Iterable[Mapping[str, Any]], as_text: bool) -> list[Message]:
+    """Drop null fields, and provide the reasoning under all names that templates use, as transformers does.
+
+    as_text: whether arguments of tool calls are JSON text, for templates that use methods of strings.
+    """
     ready = []
     for message in messages:
         present = {key: value for key, value in message.items() if value is not None}
         reasoning = next((present[name] for name in _REASONING_FIELDS if name in present), None)
         if reasoning is not None:
             present = {"thinking": reasoning, **present, "reasoning_content": reasoning}
+        if calls := present.get("tool_calls"):
+            present["tool_calls"] = [_with_arguments(call, as_text) for call in calls]
         ready.append(present)
     return ready
 
@@ -189,15 +234,31 @@ def render(
         MemoryError: it takes more memory than there is.
     """
     template = _compile(source, origin)
-    recorder = _Recorder()
-    pieces: list[str] = []
-    ready = _as_templates_expect(messages)
     variables = dict(variables or {})
     date_text = variables.pop(DATE, None)
-    token, date = _recorder.set(recorder), _now.set(datetime.fromisoformat(date_text) if date_text else None)
+    date = _now.set(datetime.fromisoformat(date_text) if date_text else None)
+    context = {**(special_tokens or {}), **variables}
+    messages = list(messages)
+    try:
+        try:
+            return _rendered(template, context, _as_templates_expect(messages, False), tools, add_generation_prompt)
+        except TemplateError:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+            return _rendered(template, context, _as_templates_expect(messages, True), tools, add_generation_prompt)
+    finally:
+        _now.reset(date)
+
+
+def _rendered(template: jinja2.Template, context: Mapping[str, Any], *standard: Any) -> tuple[str, list[Span]]:
+    """The text and spans of `render`, with messages as they are. Raises TemplateError, MemoryError."""
+    recorder = _Recorder()
+    pieces: list[str] = []
+    ready, tools, add_generation_prompt = standard
+    token = _recorder.set(recorder)
     try:
         arguments = dict(zip(STANDARD_VARIABLES, (ready, tools, None, add_generation_prompt), strict=True))
-        for piece in template.generate({**(special_tokens or {}), **variables, **arguments}):
+        for piece in template.generate({**context, **arguments}):
             pieces.append(piece)
             recorder.length += len(piece)
     except MemoryError:
@@ -215,5 +276,4 @@ def render(
         ) from error
     finally:
         _recorder.reset(token)
-        _now.reset(date)
     return "".join(pieces), recorder.spans

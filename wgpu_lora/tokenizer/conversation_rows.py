@@ -11,7 +11,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.tokenizer.chat_template import Span, TemplateError, UnusableError
 from wgpu_lora.tokenizer.examples import Conversation
 from wgpu_lora.tokenizer.reasoning import MARKER
-from wgpu_lora.tokenizer.template_trace import CALLS, CONTENT, Part, lost_parts
+from wgpu_lora.tokenizer.template_trace import CALLS, CONTENT, Part, has_null, lost_parts, lost_text, prints_python
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
 UNTRAINED = -100
@@ -60,8 +60,12 @@ class ConversationRows:
         if not spans:
             self._check_size(text, MAX_RENDERED)
             spans = self._spans_by_prefix(text, ids, offsets)
+        elif self._are_shortened(spans):
+            spans = None
         if spans is not None:
-            spans = [span for span in spans if self._is_answer(text[span[0] : span[1]])]
+            self._check_answers([text[start:end] for start, end in spans])
+            if len(spans) == len(self.trained_turns):
+                spans = [span for span in spans if self._is_answer(text[span[0] : span[1]])]
             labels = _inside(ids, offsets, spans)
             self.result.pairs = [self._with_end(ids, labels, text) if answered else (ids, labels)]
             return self.result
@@ -79,6 +83,12 @@ class ConversationRows:
             UnusableError: the template renders no message.
         """
         omissions, shortened = lost_parts(self.messages, self.tools, self.trained_turns, self.text, self._render)
+        if has_null(self.messages):
+            self.result.remarks.add(
+                "tool calls have null arguments, which tables add where others of their calls have one"
+            )
+        if prints_python(self.messages, self.tools, self._render):
+            self.result.remarks.add("the chat template writes some arguments of tool calls as Python does, not as JSON")
         contents = {i for i, message in enumerate(self.messages) if (message["content"] or "").strip()}
         contents = {i for i in contents if self.messages[i]["role"] in ("user", "assistant")}
         if len(contents) > 1 and contents <= {part.position for part in omissions if part.field == CONTENT}:
@@ -109,6 +119,25 @@ class ConversationRows:
             if part.field == CONTENT
             else f"'{part.field}'"
         )
+
+    def _are_shortened(self, spans: Sequence[Span]) -> bool:
+        """Whether an answer, such as its reasoning, is only whole where the conversation ends with it."""
+        if len(spans) != len(self.trained_turns):
+            return False
+        for turn, (start, end) in zip(self.trained_turns, spans, strict=True):
+            if lost_text(self.messages[turn], self.text[start:end]) and turn < len(self.messages) - 1:
+                return not lost_text(self.messages[turn], self._after(turn))
+        return False
+
+    def _check_answers(self, texts: Sequence[str], turns: Sequence[int] | None = None) -> None:
+        """Note trained turns whose own text is not whole in the text that is trained on."""
+        turns = self.trained_turns if turns is None else turns
+        if len(texts) != len(turns):  # marks that are no turns
+            texts = ["".join(texts)] * len(turns)
+        for turn, text in zip(turns, texts, strict=True):
+            if field := lost_text(self.messages[turn], text):
+                name = self._part_name(Part(turn, field))
+                self.result.unrendered.add(f"a part of {name}" if field == CONTENT else name)
 
     def _is_answer(self, text: str) -> bool:
         """Whether trained text is more than end tokens and marks of reasoning; else it is counted, or refused."""
@@ -183,6 +212,7 @@ class ConversationRows:
                 "{% generation %} marks, or train on everything with completion_only_loss off."
             )
         end = _without_trailing_space(text, self.tokenizer)
+        self._check_answers([text[len(before) : end]], [turn])
         if not self._is_answer(text[len(before) : end]):
             return None
         prompt, answer = split_prompt(before, text[len(before) : end], self.tokenizer)

@@ -67,6 +67,24 @@ class Prompt:
 Example = Tokens | Conversation | Completion | Alpaca | Text | Prompt
 
 
+def texts_of(example: Example) -> list[str]:
+    """The texts of an example that the row has, without those of tools."""
+    match example:
+        case Conversation():
+            return [text for message in example.messages for text in message.values() if isinstance(text, str)]
+        case Prompt():
+            messages = [{"content": example.prompt}] if isinstance(example.prompt, str) else example.prompt
+            return [text for message in messages for text in message.values() if isinstance(text, str)]
+        case Alpaca():
+            return [example.system, example.instruction, example.input, example.output]
+        case Completion():
+            return [example.prompt, example.completion]
+        case Text():
+            return [example.text]
+        case _:
+            return []
+
+
 def example_json(example: Example) -> str:
     """An example as JSON, for `example_of`; empty if it is nested too deeply."""
     fields = vars(example) | ({"trained": sorted(example.trained)} if isinstance(example, Conversation) else {})

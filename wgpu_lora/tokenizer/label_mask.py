@@ -12,8 +12,18 @@ from typing import Any
 from wgpu_lora.errors import UserError
 from wgpu_lora.tokenizer.chat_template import DATE, UnusableError, check_variables, now
 from wgpu_lora.tokenizer.conversation_rows import ConversationRows, Pair, TokenizedExample, behind, split_prompt
-from wgpu_lora.tokenizer.examples import TOO_DEEP, Alpaca, Completion, Conversation, Example, Prompt, Text, Tokens
-from wgpu_lora.tokenizer.reasoning import mark_of
+from wgpu_lora.tokenizer.examples import (
+    TOO_DEEP,
+    Alpaca,
+    Completion,
+    Conversation,
+    Example,
+    Prompt,
+    Text,
+    Tokens,
+    texts_of,
+)
+from wgpu_lora.tokenizer.reasoning import MARKER, mark_of
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.tokenizer.tokenizer_process import unpack, value_of
 
@@ -103,6 +113,32 @@ def _rows(
         raise UserError(
             "the row is text, but the model has no tokenizer.json; add one, or tokenise the data to 'input_ids'."
         )
+    result = _of_text(example, tokenizer, completion_only_loss, template_kwargs)
+    if token := _control_token(example, tokenizer):
+        result.remarks.add(f"the text has the control token {token!r}, which the model reads as such")
+    return result
+
+
+def _control_token(example: Example, tokenizer: Tokenizer) -> str | None:
+    """A special token that is spelled out in what somebody wrote, if it is not one of reasoning.
+
+    Texts may begin and end with one, as those do that were rendered with a chat template.
+    """
+    texts = texts_of(example)
+    if isinstance(example, Completion | Text):
+        texts = ["".join(texts).strip()]
+        for token in tokenizer.special_texts:
+            texts = [texts[0].removeprefix(token).removesuffix(token)]
+    tokens = [token for token in tokenizer.special_texts if not MARKER.fullmatch(token)]
+    return next((token for token in tokens for text in texts if token in text), None)
+
+
+def _of_text(
+    example: Conversation | Completion | Alpaca | Text | Prompt,
+    tokenizer: Tokenizer,
+    completion_only_loss: bool,
+    template_kwargs: dict[str, Any],
+) -> TokenizedExample:
     own = example.template_kwargs if isinstance(example, Conversation | Prompt) else {}
     kwargs = {**template_kwargs, **own}
     if isinstance(example, Prompt):

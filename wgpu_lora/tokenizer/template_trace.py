@@ -8,16 +8,19 @@ part: if the text stays the same, the part is lost, else the template leaves out
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from wgpu_lora.tokenizer.chat_template import Message, TemplateError
+from wgpu_lora.tokenizer.chat_template import Message, TemplateError, arguments_of
 from wgpu_lora.tokenizer.reasoning import FIELDS as REASONING
 from wgpu_lora.tokenizer.reasoning import MARKER
 
 TOOLS, CALLS, CONTENT = "tools", "tool_calls", "content"
 _PLAIN = ("role", CONTENT, CALLS, "id", "tool_call_id", "type", *REASONING)  # ids only link a result to its call
+# What stands for an argument of some type, and is written by Python and as JSON with different words.
+_PROBES: tuple[tuple[Any, Any], ...] = ((bool, True), (type(None), None), ((list, dict), [True]))
 _MOST = 8  # renderings to look for a kind of lost parts
 Schemas = list[dict[str, Any]] | None
 Render = Callable[[Sequence[Message], Schemas], str]
@@ -125,11 +128,12 @@ def _marked_function(value: dict[str, Any], mark: Callable[[], str]) -> dict[str
     function = value.get("function")
     if isinstance(function, dict):
         return {**value, "function": _marked_function(function, mark)}
-    fields: dict[str, Any] = {key: f"{text}{mark()}" for key, text in _texts(value)}
+    arguments = arguments_of(value.get("arguments"))
+    fields: dict[str, Any] = {key: f"{text}{mark()}" for key, text in _texts({**value, "arguments": arguments})}
     if not fields:
         fields[mark()] = "a"
-    if isinstance(value.get("arguments"), dict) and value["arguments"]:
-        fields["arguments"] = {**value["arguments"], mark(): "a"}
+    if isinstance(arguments, dict) and arguments:
+        fields["arguments"] = {**arguments, mark(): "a"}
     return {**value, **fields}
 
 
@@ -137,6 +141,53 @@ def _texts(function: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for key in ("name", "description", "arguments"):
         if isinstance(text := function.get(key), str) and text:
             yield key, text
+
+
+def lost_text(message: Message, text: str) -> str | None:
+    """The field of an answer, its content or its reasoning, of which a rendered text lacks a part; None if it has all.
+
+    White space and the marks of reasoning may differ.
+    """
+    squeezed = "".join(text.split()).lower()
+    for field in (CONTENT, *[name for name in REASONING if message.get(name)][:1]):
+        for piece in MARKER.split(value) if isinstance(value := message.get(field), str) else ():
+            if piece and "".join(piece.split()).lower() not in squeezed:
+                return field
+    return None
+
+
+def _arguments(messages: Sequence[Message]) -> Iterator[Any]:
+    for message in messages:
+        for call in message.get(CALLS) or ():
+            yield arguments_of((call.get("function") or {}).get("arguments"))
+
+
+def has_null(messages: Sequence[Message]) -> bool:
+    """Whether an object of arguments, which is not given as text, has a null."""
+    calls = (call.get("function") or {} for message in messages for call in message.get(CALLS) or ())
+    return any(None in value.values() for call in calls if isinstance(value := call.get("arguments"), dict))
+
+
+def prints_python(messages: Sequence[Message], tools: Schemas, render: Render) -> bool:
+    """Whether a template writes true, null or a list in these arguments as Python does, so that they are no JSON."""
+    values = [value for item in _arguments(messages) if isinstance(item, dict) for value in item.values()]
+    probes = [probe for kind, probe in _PROBES if any(isinstance(value, kind) for value in values)]
+    if not probes:
+        return False
+    mark = f"zq{hashlib.sha256(repr(messages).encode(errors='replace')).hexdigest()[:12]}qz"
+
+    def probed(call: Message) -> Message:
+        return {
+            **call,
+            "function": {**call["function"], "arguments": {f"{mark}{i}": probe for i, probe in enumerate(probes)}},
+        }
+
+    marked = [{**m, CALLS: [probed(call) for call in m[CALLS]]} if m.get(CALLS) else m for m in messages]
+    try:
+        text = render(marked, tools)
+    except TemplateError:
+        return False
+    return any(re.match(r"\W{0,40}(True|None)", piece[1:]) for piece in text.split(mark)[1:])
 
 
 def _other_fields(messages: Sequence[Message], tools: Schemas, render: Render, plain: str) -> set[Part]:
@@ -147,7 +198,7 @@ def _other_fields(messages: Sequence[Message], tools: Schemas, render: Render, p
             if name not in _PLAIN and value is not None:
                 places.setdefault(name, i)
     omissions = set()
-    for name in list(places)[:_MOST]:
+    for name in list(places)[: 4 * _MOST]:
         without = [{key: value for key, value in message.items() if key != name} for message in messages]
         try:
             if render(without, tools) == plain:

@@ -76,6 +76,36 @@ class Tokenizer:
         except (OSError, ValueError, TokenizerError) as error:
             raise UserError(f"{path} is not a supported tokenizer ({error}); download it again.") from error
 
+    def for_adapter(self, directory: Path) -> Tokenizer:
+        """The tokenizer that an adapter was trained with: itself, if the files beside the adapter say the same as it.
+
+        Otherwise it has the adapter's tokenizer.json, chat templates and special tokens, as far as they are there; the
+        further end tokens stay those of the model.
+
+        Raises:
+            UserError: a file cannot be read or is invalid.
+        """
+        path = Path(directory) / "tokenizer.json"
+        settings = read_settings(path.parent)
+        templates = settings["chat_templates"] or self._chat_templates
+        special_tokens = {**self._special_tokens, **settings["special_tokens"]}
+        other = None
+        if path.is_file() and file_digest(path) != self.digest:
+            other = Tokenizer.load(path.parent)
+            assert other is not None
+            if other.files()["tokenizer.json"] == self.files()["tokenizer.json"]:
+                other = None
+        if other is None and (templates, special_tokens) == (self._chat_templates, self._special_tokens):
+            return self
+        return Tokenizer(
+            other._backend if other else self._backend,
+            special_tokens=special_tokens,
+            chat_templates=templates,
+            eos_ids=self._eos_ids,
+            digest=other.digest if other else self.digest,
+            template_origin=settings["template_origin"] if settings["chat_templates"] else self.template_origin,
+        )
+
     def files(self) -> dict[str, str]:
         """Contents of the files that `load` reads, by name."""
         settings = {**self._special_tokens, "tokenizer_class": "PreTrainedTokenizerFast"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from wgpu_lora.atomic import write_bytes_atomic
@@ -12,36 +13,72 @@ from wgpu_lora.formats.checkpoint_names import TEMPLATE, TOKENIZER
 from wgpu_lora.json_files import parse_object
 from wgpu_lora.paths import links_outside
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.tokenizer.tokenizer_settings import read_settings
 
 WHOLE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 MAX_BYTES = 256 << 20  # of all files; the largest vocabularies take 40 MB
 OF_OTHERS = "generation_config.json"  # belongs to a model, not to an adapter
+OWN_TOKENIZER = "{} has its own tokenizer or chat template, which is used instead of the model's"
 
 
-def write_tokenizer(directory: Path, model: Path, tokenizer: Tokenizer | None) -> None:
-    """Write a model's tokenizer and chat template to an adapter's directory, if that exists.
+def adapter_tokenizer(base: Tokenizer, vocab_size: int, adapter: str | Path) -> Tokenizer:
+    """The tokenizer of an adapter for a model with `vocab_size` tokens and the tokenizer `base`; `base` if it is that.
 
-    If the directory already has one of the files with other contents, nothing is written. Links that lead out of the
-    model's directory are not followed. For a GGUF file, the converted tokenizer is written.
+    Raises:
+        UserError: a file beside the adapter is invalid, or it has tokens that the model lacks.
+    """
+    result = base.for_adapter(Path(adapter))
+    if result is not base and result.vocab_size > max(vocab_size, base.vocab_size):
+        raise UserError(
+            f"The tokenizer in {adapter} has {result.vocab_size:,} tokens, but the model has {vocab_size:,}: adapters "
+            "with new tokens are not supported; use the model that it was trained on."
+        )
+    return result
+
+
+def write_tokenizer(directory: Path, files: Mapping[str, bytes]) -> bool:
+    """Write the files of a model's tokenizer and chat template to an adapter's directory; returns whether it has them.
+
+    If there is no such directory, or it has one of the files with other contents, nothing is written.
 
     Raises:
         OSError: the files cannot be written.
     """
-    if tokenizer is None or not directory.is_dir():
-        return
-    files = tokenizer_files(model, tokenizer)
+    if not directory.is_dir():
+        return False
     for name, data in files.items():
         path = directory / name
         if path.is_symlink() or (path.exists() and not (path.is_file() and path.read_bytes() == data)):
-            return
+            return False
     for name, data in files.items():
         if not (directory / name).exists():
             (directory / name).parent.mkdir(exist_ok=True)
             write_bytes_atomic(directory / name, data)
+    return True
 
 
-def tokenizer_files(model: Path, tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Contents by name: the base's files or, if these have changed since loading, the loaded tokenizer."""
+def copy_tokenizer(adapter: Path, directory: Path) -> None:
+    """Replace a written model's tokenizer and chat template by those beside an adapter, as far as these are there."""
+    files = _files_of(adapter)
+    kinds = [TOKENIZER] if WHOLE in files else []
+    if read_settings(adapter)["chat_templates"]:
+        kinds.append(TEMPLATE)
+    for path in [*directory.iterdir(), *(directory / "additional_chat_templates").glob("*.jinja")]:
+        if any(kind.fullmatch(path.relative_to(directory).as_posix()) for kind in kinds):
+            path.unlink()
+    for name, data in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(data)
+
+
+def tokenizer_files(model: Path, tokenizer: Tokenizer | None) -> dict[str, bytes]:
+    """The files of a model's tokenizer and chat template by name; none without a tokenizer.
+
+    They are the base's or, if these have changed since loading, made from the loaded tokenizer. Links that lead out of
+    the model's directory are not followed. For a GGUF file, they are those of the converted tokenizer.
+    """
+    if tokenizer is None:
+        return {}
     try:
         files = _files_of(model) if model.is_dir() else {}
     except OSError:  # removed or locked since loading

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
-import subprocess
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ from typing import Any
 from platformdirs import user_data_dir
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import parse_object, to_json
+from wgpu_lora.json_files import parse_object, read_bytes, to_json
 from wgpu_lora.locks import lock_file
 from wgpu_lora.names.choices import RUN_STATUSES
 from wgpu_lora.process_identity import boot_id, host_id, process_start
@@ -274,31 +274,42 @@ def short_name(model: str | None) -> str:
     return PurePath((model or "demo").removeprefix("shape ")).name.removesuffix(".gguf")
 
 
-SECONDS = 5.0  # limit of each command: a folder on a network may be slow
+OBJECT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # the name of a commit
+MAX_LINE, MAX_REFS = 4096, 16 << 20  # bytes of git's files
 
 
 @dataclass(frozen=True)
 class Git:
-    """commit: the checked-out one. dirty: whether files differ from it or are new; None if that took too long."""
+    """commit: the checked-out one. dirty: whether files differed from it, as earlier versions recorded."""
 
     commit: str
     dirty: bool | None = None
 
 
-def git_state() -> Git | None:
-    """The state of the current folder; None without git, outside of a repository, and before the first commit."""
-    commit = _git("rev-parse", "--verify", "HEAD")
-    if not commit:
-        return None
-    changes = _git("status", "--porcelain")
-    return Git(commit, None if changes is None else bool(changes))
+def git_state(folder: Path | None = None) -> Git | None:
+    """The commit of a folder, by default the current one; None outside of a repository, and before the first commit.
+
+    It is read from files, since git runs programs that the folder's .git/config names.
+    """
+    place = folder or Path.cwd()
+    with suppress(UserError, OSError, StopIteration):
+        git = next(path / ".git" for path in (place, *place.parents) if (path / ".git").exists())
+        if git.is_file():  # a worktree or a submodule
+            git = git.parent / _line(git).removeprefix("gitdir: ")
+        head = _line(git / "HEAD")
+        common = git / _line(git / "commondir") if (git / "commondir").exists() else git
+        ref = head.removeprefix("ref: ")
+        if ref != head:
+            loose = next((path for path in (git / ref, common / ref) if path.exists()), None)
+            head = _line(loose) if loose else _packed_refs(common / "packed-refs").get(ref, "")
+        return Git(head) if OBJECT.fullmatch(head) else None
+    return None
 
 
-def _git(*arguments: str) -> str | None:
-    """The output of a command that changes nothing, not even the index; None if it fails."""
-    command = ["git", "--no-optional-locks", *arguments]
-    try:
-        process = subprocess.run(command, capture_output=True, timeout=SECONDS, stdin=subprocess.DEVNULL, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return process.stdout.decode("utf-8", "replace").strip()
+def _line(path: Path) -> str:
+    return read_bytes(path, MAX_LINE).decode("utf-8", "replace").strip()
+
+
+def _packed_refs(path: Path) -> dict[str, str]:
+    lines = read_bytes(path, MAX_REFS).decode("utf-8", "replace").splitlines()
+    return {ref: commit for commit, _, ref in (line.partition(" ") for line in lines)}

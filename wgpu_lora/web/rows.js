@@ -5,16 +5,26 @@ import { UNTRAINED, trainedTokens } from "./training.js";
 import { Template } from "./vendor/jinja.js";
 import { Tokenizer } from "./vendor/tokenizers.mjs";
 
-const BEGIN = "\ue000", END = "\ue001"; // private characters in place of {% generation %} and {% endgeneration %}
+const NONCE = crypto.randomUUID(), BEGIN = `<${NONCE}<`, END = `>${NONCE}>`; // for {% generation %} and {% endgeneration %}
+const REASONING = /[<◁]\s*\/?\s*(?:think|thinking|thought|reasoning)\s*[>▷]|\[\/?THINK\]/i;
+const ROLES = ["system", "developer", "user", "assistant", "tool"];
 const FORMATS = "'messages', 'prompt' and 'completion', 'instruction' and 'output', or 'text'";
 const ALPACA = "Below is an instruction that describes a task";
 
 export class Text {
   constructor(tokenizer, facts) {
-    Object.assign(this, { tokenizer, facts });
-    const wrong = facts.samples.find(([text, ids]) => `${this.encode(text)}` !== `${ids}`)?.[0].trim().slice(0, 20);
+    Object.assign(this, { tokenizer, facts, blocks: new Map() });
+    const wrong = facts.samples.find(([text, ids]) => `${this.ids(text)}` !== `${ids}`)?.[0].trim().slice(0, 20);
     if (wrong) throw new PageError(`The page's tokenizer differs from the model's own at "${wrong}": train with wgpu-lora finetune.`);
-    if (facts.template !== null) this.template = new Template(marked(facts.template));
+    if (facts.template === null) return;
+    this.template = new Template(marked(facts.template));
+    this.differs = facts.conversations.some(([messages, prompting, text]) => {
+      try {
+        return this.render(messages, prompting).text !== text;
+      } catch {
+        return text !== null;
+      }
+    });
   }
 
   static async open(model, base = ".") {
@@ -22,8 +32,19 @@ export class Text {
     return new Text(new Tokenizer(JSON.parse(new TextDecoder().decode(data)), facts.config), facts);
   }
 
-  encode(text) {
+  ids(text) {
     return this.tokenizer.encode(text, { add_special_tokens: false }).ids;
+  }
+
+  // Token ids. Throws PageError at a character of which the page's tokenizer makes others than the model's own.
+  encode(text) {
+    for (const character of text) {
+      const block = character.codePointAt(0) >> 8;
+      if (!this.blocks.has(block)) this.blocks.set(block, digest(this.ids(blockText(block))) === this.facts.blocks[block]);
+      if (!this.blocks.get(block))
+        throw new PageError(`the page's tokenizer differs from the model's own at characters like "${character}"; train with wgpu-lora finetune`);
+    }
+    return this.ids(text);
   }
 
   decode(ids) {
@@ -55,7 +76,7 @@ export class Text {
 
   // {ids, labels, pieces: [[text, trained]]} of a row.
   tokenize(row) {
-    const { facts } = this, example = exampleOf(row, this.template);
+    const { facts } = this, example = exampleOf(row, this.template, (name) => isHarmless(name, facts.harmless));
     if (example.messages) return this.conversation(example);
     const { prompt = "", answer } = example;
     if (!answer.trim()) return { ids: [], labels: [], pieces: [] };
@@ -73,10 +94,16 @@ export class Text {
   }
 
   conversation({ messages, trained }) {
+    if (this.differs)
+      throw new PageError("the page's template engine differs from the model's own, so it takes no messages; train with wgpu-lora finetune");
     const { facts } = this, { text, spans: marks } = this.render(messages), ids = this.encode(text);
     const answers = messages.flatMap(({ role }, i) => (role === "assistant" ? [i] : []));
     const spans = marks.length === answers.length && marks.length ? marks.filter((_, i) => trained.includes(answers[i]))
       : trained.map((turn) => this.turn(messages, text, turn));
+    if (spans.length === trained.length) spans.forEach(([start, stop], i) => {
+      if (!isWhole(messages[trained[i]].content, text.slice(start, stop)))
+        throw new PageError(`the chat template leaves out a part of message ${trained[i]}; train with wgpu-lora finetune`);
+    });
     const labels = ids.map(() => UNTRAINED);
     for (const [start, stop] of spans) {
       const [from, to] = [start, stop].map((end) => this.boundary(ids, text.slice(0, end)));
@@ -112,8 +139,36 @@ function marked(source) {
   return [mark("generation", BEGIN), mark("endgeneration", END)].reduce((text, [tag, by]) => text.replace(tag, by), source);
 }
 
+// A polynomial of token ids, modulo 2^32.
+const digest = (ids) => ids.reduce((hash, id) => (Math.imul(hash, 0x01000193) + id + 1) >>> 0, 0);
+
+// Every character of a block of 256 code points, beside itself, a letter, a digit and a space.
+function blockText(block) {
+  const points = Array.from({ length: 256 }, (_, i) => (block << 8) + i).filter((point) => point < 0xd800 || point > 0xdfff);
+  return points.map((point) => String.fromCodePoint(point)).map((c) => `${c}${c}a${c}1 ${c}`).join("");
+}
+
+// Whether a rendered answer has all of its text, but for white space and the marks of reasoning.
+function isWhole(content, text) {
+  const squeeze = (part) => part.replace(/\s+/gu, "").toLowerCase(), whole = squeeze(text);
+  return content.split(REASONING).every((part) => whole.includes(squeeze(part)));
+}
+
+const isEmpty = (value) => value === null || value === "" || (typeof value === "object" && !Object.keys(value).length);
+
+// As in data/unread_columns.py.
+function isHarmless(name, { names, ends, starts }) {
+  const words = (name.match(/[a-z]+|[A-Z]+(?![a-z])|[A-Z][a-z]*/g) || [""]).map((word) => word.toLowerCase());
+  return names.includes(name.trim().toLowerCase()) || name.startsWith("__") || ends.includes(words.at(-1)) || starts.includes(words[0]);
+}
+
+function refuseOthers(object, known, where = "") {
+  const other = Object.keys(object).find((name) => !known.includes(name) && !isEmpty(object[name]));
+  if (other !== undefined) throw new PageError(`${where}'${other}' is not read by the page; remove it, or train with wgpu-lora finetune`);
+}
+
 // A row as {messages, trained}, {prompt, answer} or {answer}.
-function exampleOf(row, template) {
+function exampleOf(row, template, harmless) {
   const wrong = (why) => new PageError(why), text = (name) => {
     if (typeof row[name] !== "string") throw wrong(`'${name}' is not a text`);
     return row[name];
@@ -121,22 +176,31 @@ function exampleOf(row, template) {
   const has = (...names) => names.every((name) => row[name] !== undefined && row[name] !== null);
   const chat = (messages, first = 0) => {
     if (!template) throw wrong("the model has no chat template, so it takes no messages");
-    if (!Array.isArray(messages) || !messages.every((one) => typeof one?.role === "string" && typeof one?.content === "string"))
+    if (!Array.isArray(messages) || !messages.length || !messages.every((one) => typeof one?.role === "string" && typeof one?.content === "string"))
       throw wrong("'messages' is not a list of objects with 'role' and 'content'");
-    const trained = messages.flatMap(({ role, content, weight = 1 }, i) =>
-      (role === "assistant" && i >= first && weight && content.trim() ? [i] : []));
-    return { messages: messages.map(({ weight, ...message }) => message), trained };
+    messages.forEach((message, i) => {
+      refuseOthers(message, ["role", "content", "weight"], `message ${i}: `);
+      if (!ROLES.includes(message.role)) throw wrong(`message ${i} has the role '${message.role}', but the roles are ${ROLES.join(", ")}`);
+      if (![0, 1, true, false, null, undefined].includes(message.weight)) throw wrong(`the weight of message ${i} is not 0 or 1`);
+    });
+    const trained = messages.flatMap(({ role, content, weight }, i) =>
+      (role === "assistant" && i >= first && (weight ?? 1) && content.trim() ? [i] : []));
+    return { messages: messages.map(({ role, content }) => ({ role, content })), trained };
   };
   if (row === null || typeof row !== "object" || Array.isArray(row)) throw wrong("it is not an object");
+  const only = (...names) => refuseOthers(row, [...names, ...Object.keys(row).filter(harmless)]);
   if (has("messages")) {
+    only("messages", "system");
     const { messages, system } = row;
     return chat(system && messages[0]?.role !== "system" ? [{ role: "system", content: system }, ...messages] : messages);
   }
   if (has("prompt", "completion")) {
+    only("prompt", "completion");
     if (Array.isArray(row.prompt) && Array.isArray(row.completion)) return chat([...row.prompt, ...row.completion], row.prompt.length);
     return { prompt: text("prompt"), answer: text("completion") };
   }
   if (has("instruction", "output")) {
+    only("instruction", "output", "input", "system");
     const [instruction, output] = [text("instruction"), text("output")], { input = "", system = "" } = row;
     const before = system ? [{ role: "system", content: system }] : [], question = input ? `${instruction}\n\n${input}` : instruction;
     if (template) return chat([...before, { role: "user", content: question }, { role: "assistant", content: output }]);
@@ -144,7 +208,10 @@ function exampleOf(row, template) {
     const asked = `${task}Write a response that appropriately completes the request.\n\n### Instruction:\n${instruction}\n\n`;
     return { prompt: `${system ? `${system}\n\n` : ""}${asked}${input ? `### Input:\n${input}\n\n` : ""}### Response:`, answer: output };
   }
-  if (has("text")) return { answer: text("text") };
+  if (has("text")) {
+    only("text");
+    return { answer: text("text") };
+  }
   throw wrong(`its keys are ${Object.keys(row).slice(0, 8).map((key) => `'${key}'`).join(", ") || "none"}, but rows need ${FORMATS}`);
 }
 

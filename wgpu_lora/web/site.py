@@ -13,6 +13,7 @@ import numpy as np
 
 from wgpu_lora.assets import DEMO_TRAIN, ORDERS_TRAIN
 from wgpu_lora.atomic import new_directory
+from wgpu_lora.data.unread_columns import HARMLESS, HARMLESS_ENDS, HARMLESS_STARTS
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS, adapter_files, tensor_name
@@ -27,6 +28,7 @@ from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.row_inputs import RowInput
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.ops.attention import BLOCK
+from wgpu_lora.tokenizer.chat_template import TemplateError
 from wgpu_lora.tokenizer.tokenizer import TEMPLATE, Tokenizer
 from wgpu_lora.train.finetune import trainable_for, trainable_parameters
 from wgpu_lora.train.optimizers.adamw import Hyper
@@ -42,12 +44,23 @@ PAGE = Path(__file__).parent
 SHELL = (".html", ".css", ".js", ".mjs", ".svg", ".txt")
 PREFILL = (16, 128)  # rows of a prompt that are computed together
 EXAMPLE_ROWS = 200
-# Texts whose ids the page compares with its own, since its tokenizer is another implementation.
+# Texts whose ids, and conversations whose renderings, the page compares with its own, since its tokenizer and template
+# engine are other implementations.
 SAMPLES = (
     "Hello, world! The year is 2026, isn't it?",
     "  naïve CAFÉ — 12345.67 %\n\n\tx = f(a[1], 'b')  # ok\r\n",
     "日本語の文 한국어 Привет مرحبا 🙂👍🏽 e\u0301",
 )
+_WORDS = ("Hi <b>&amp; \"you\" 'all' {{ x }}", "\n\t a \n\n", "<think>\nb\n</think>\n\n  c \n", "日本語 1 % 2\u00a0")
+CONVERSATIONS = (
+    *([{"role": "user", "content": text}] for text in _WORDS),
+    *(
+        [{"role": "user", "content": text}, {"role": "assistant", "content": text}, {"role": "user", "content": "d"},
+         {"role": "assistant", "content": text}] for text in _WORDS
+    ),
+    [{"role": "system", "content": " s\n"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+)  # fmt: skip
+LAST_BLOCK = 0x324  # of 256 code points: those of letters; above are unassigned and private ones
 
 
 @dataclass(frozen=True)
@@ -300,7 +313,41 @@ def tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
         "end_texts": list(tokenizer.end_texts),
         "prefix_ids": tokenizer.prefix_ids,
         "samples": list(zip(SAMPLES, tokenizer.encode_all(list(SAMPLES)), strict=True)),
+        "conversations": _renderings(tokenizer),
+        "blocks": block_digests(tokenizer),
+        "harmless": {"names": sorted(HARMLESS), "ends": sorted(HARMLESS_ENDS), "starts": sorted(HARMLESS_STARTS)},
     }
+
+
+def _renderings(tokenizer: Tokenizer) -> list[tuple[list[dict[str, str]], bool, str | None]]:
+    """Conversations with their texts, None where the chat template refuses one."""
+    result: list[tuple[list[dict[str, str]], bool, str | None]] = []
+    for messages in CONVERSATIONS if tokenizer.has_chat_template else ():
+        prompting = messages[-1]["role"] == "user"
+        try:
+            result.append((messages, prompting, tokenizer.render(list(messages), None, prompting)))
+        except TemplateError:
+            result.append((messages, prompting, None))
+    return result
+
+
+def block_digests(tokenizer: Tokenizer) -> list[int]:
+    """A digest of the ids of each block's characters."""
+    return [_digest(ids) for ids in tokenizer.encode_all([_block_text(block) for block in range(LAST_BLOCK)])]
+
+
+def _block_text(block: int) -> str:
+    """Every character of a block of 256 code points, beside itself, a letter, a digit and a space."""
+    points = range(block << 8, (block + 1) << 8)
+    return "".join("{0}{0}a{0}1 {0}".format(chr(point)) for point in points if not 0xD800 <= point <= 0xDFFF)
+
+
+def _digest(ids: list[int]) -> int:
+    """A polynomial of token ids, modulo 2^32."""
+    factors = np.full(len(ids), 0x01000193, np.uint32)
+    factors[:1] = 1
+    powers = np.cumprod(factors, dtype=np.uint32)[::-1]
+    return int((powers * (np.array(ids, np.uint32) + 1)).sum(dtype=np.uint32))
 
 
 def write_site(model: LoadedModel, options: WebOptions, output: Path, lora_r: int = 16, events: Events = SILENT) -> int:

@@ -6,7 +6,6 @@ import json
 import os
 import queue
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -15,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.child_process import ChildEnded, ChildProcess
+from wgpu_lora.child_process import ChildEnded, ChildProcess, python
 from wgpu_lora.worker.job_file import SCHEMA
 
-PROGRAM = (sys.executable, "-m", "wgpu_lora", "worker")
+PROGRAM = python("-m", "wgpu_lora", "worker")
 GRACE = 5.0  # seconds between asking a process to end and killing it
 REASON = 300  # characters
 Event = dict[str, Any]

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from wgpu_lora.data.example_formats import parse_example
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.tokenizer.label_mask import tokenize_example
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.web import site as web_site
 from wgpu_lora.web.recording import web_device
 from wgpu_lora.web.site import WebOptions, tokenizer_facts, write_site
 
@@ -39,6 +41,20 @@ BYTES = """async blob => {
   for (let i = 0; i < data.length; i += 30000) text += String.fromCharCode(...data.subarray(i, i + 30000));
   return btoa(text);
 }"""
+
+
+block_digests = web_site.block_digests
+
+
+@cache
+def blocks_of(document: str) -> list[int]:
+    return block_digests(Tokenizer(huggingface.Tokenizer.from_str(document)))
+
+
+@pytest.fixture(autouse=True)
+def blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encode every code point once for each tokenizer, since that takes a second."""
+    monkeypatch.setattr(web_site, "block_digests", lambda tokenizer: blocks_of(tokenizer.files()["tokenizer.json"]))
 
 
 def element(name: str) -> str:
@@ -247,22 +263,124 @@ def test_tokens_and_labels_are_those_of_the_package(trained: Trained, template: 
         assert (ids, labels) == expected, row
 
 
+def told(page: Browser, rows: list[Any], tokenizer: Tokenizer) -> list[Any]:
+    """(ids, labels) of each row on a page with a tokenizer, or why the page does not take it."""
+    files = tokenizer.files()
+    return page.evaluate(
+        "const { Text } = await import('./rows.js'), { Tokenizer } = await import('./vendor/tokenizers.mjs');"
+        f"const facts = {json.dumps(tokenizer_facts(tokenizer))};"
+        f"const text = new Text(new Tokenizer({files['tokenizer.json']}, facts.config), facts);"
+        f"return {json.dumps(rows)}.map(row => {{"
+        " try { const { ids, labels } = text.tokenize(row); return [ids, labels]; }"
+        " catch (error) { return error.message; } })"
+    )
+
+
+def turns(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **fields}]}
+
+
+OTHER_KEYS: list[tuple[dict[str, Any], str | None]] = [
+    (turns(weight=None), None),
+    (turns(tool_calls=None, name=""), None),
+    ({**turns(), "id": 3, "source": "web", "score_chosen": 1, "tools": [], "images": None}, None),
+    ({"text": "private \ue000 use \ue001"}, None),
+    (turns(tool_calls=[{"function": {"name": "f"}}], content=""), "message 1: 'tool_calls' is not read"),
+    (turns(reasoning_content="hm"), "message 1: 'reasoning_content' is not read"),
+    (turns(loss_mask=0), "message 1: 'loss_mask' is not read"),
+    (turns(weight=0.5), "the weight of message 1 is not 0 or 1"),
+    (turns(role="bot"), "has the role 'bot'"),
+    ({**turns(), "tools": [{"name": "f"}]}, "'tools' is not read"),
+    ({**turns(), "functions": [{"name": "f"}]}, "'functions' is not read"),
+    ({**turns(), "chat_template_kwargs": {"enable_thinking": False}}, "'chat_template_kwargs' is not read"),
+    ({**turns(), "label": False}, "'label' is not read"),
+    ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "'history' is not read"),
+    ({"prompt": "a", "completion": "b", "context": "c"}, "'context' is not read"),
+    ({"text": "a", "weight": 0}, "'weight' is not read"),
+]
+
+
+def test_the_page_reads_a_row_as_the_package_or_refuses_it(trained: Trained) -> None:
+    tokenizer = Tokenizer.load(DEMO_MODEL)
+    assert tokenizer
+    results = told(trained.page, [row for row, _ in OTHER_KEYS], tokenizer)
+    for (row, refusal), result in zip(OTHER_KEYS, results, strict=True):
+        if refusal is None:
+            [expected] = tokenize_example(parse_example(row), tokenizer)
+            assert result == [*expected], row
+        else:
+            assert refusal in result, row
+
+
+CASES = ROOT / "tests" / "fixtures" / "data" / "rows.jsonl"
+
+
+def test_rows_of_public_reports_are_the_same_or_refused(trained: Trained) -> None:
+    """Never other ids or labels than those of the package."""
+    tokenizer = Tokenizer.load(DEMO_MODEL)
+    assert tokenizer
+    rows = [json.loads(line) for line in CASES.read_text().splitlines()]
+    for row, result in zip(rows, told(trained.page, rows, tokenizer), strict=True):
+        if not isinstance(result, str):
+            [expected] = tokenize_example(parse_example(row), tokenizer)
+            assert result == [*expected], row
+
+
+@pytest.mark.parametrize(
+    ("answer", "refused"),
+    [
+        ("{{ m.content.lstrip('\\n') }}", True),  # the page's engine strips all white space
+        ("{{ m.content.split('</think>')[-1] }}", False),
+        ("{{ m.content }}", False),
+    ],
+)
+def test_templates_that_the_page_renders_otherwise_are_refused(trained: Trained, answer: str, refused: bool) -> None:
+    tokenizer = Tokenizer.load(DEMO_MODEL)
+    assert tokenizer
+    start, end = CHATML.split("' + message['content'] + '")
+    source = f"{start}' }}}}{answer.replace('m.', 'message.')}{{{{ '{end}"
+    tokenizer._chat_templates = {"default": source}
+    plain, thinking = told(trained.page, [turns(), turns(content="<think>c</think>d")], tokenizer)
+    if refused:
+        assert "the page's template engine differs" in plain
+    else:
+        [expected] = tokenize_example(parse_example(turns()), tokenizer)
+        assert plain == [*expected]
+        assert ("leaves out a part of message 1" in thinking) == ("split" in answer)
+
+
+def test_characters_that_the_page_tokenises_otherwise_are_refused(trained: Trained) -> None:
+    document = tokenizers.document("starcoder, smollm")
+    tokenizer = Tokenizer(huggingface.Tokenizer.from_str(json.dumps(document)))
+    texts = ["plain 12 text", "\u0661\u0662 a", "\u096a\u0968 b", "\u00bd \u2460", "\U0001d7d9 c", "\u65e5\u672c\u8a9e"]
+    results = told(trained.page, [{"text": text} for text in texts], tokenizer)
+    assert not isinstance(results[0], str)
+    for text, result in zip(texts, results, strict=True):
+        if isinstance(result, str):
+            assert "the page's tokenizer differs from the model's own at characters like" in result
+        else:
+            [expected] = tokenize_example(parse_example({"text": text}), tokenizer)
+            assert result == [*expected], text
+    assert any(isinstance(result, str) for result in results)
+
+
 TEXTS = ["the the  the", "a  b\n\n c", "I'll they've 1 22 333 4444", '{"name": "Anna"}', "x<s>y</s> z", " lead",
          "trail ", "", "HTTPServer fooBar", "½ ² ① ｆｕｌｌ", "a\u00a0b\u200b", "```py\nif x:\n    y\n```"]  # fmt: skip
 REFUSED = {"t5", "xlm-roberta", "albert", "words"}  # no decoders; the library normalises or splits otherwise
 
 
 @pytest.mark.parametrize("name", tokenizers.PIPELINES)
-def test_other_tokenizers(trained: Trained, name: str) -> None:
+def test_other_tokenizers(trained: Trained, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The page gives the ids of the model's own tokenizer, or says that it does not."""
     document = tokenizers.document(name)
     tokenizer = Tokenizer(huggingface.Tokenizer.from_str(json.dumps(document)))
+    monkeypatch.setattr(web_site, "block_digests", lambda tokenizer: [])
     tokens = trained.page.evaluate(
         "const { Text } = await import('./rows.js'), { Tokenizer } = await import('./vendor/tokenizers.mjs');"
         f"const facts = {json.dumps(tokenizer_facts(tokenizer))};"
         f"try {{ var text = new Text(new Tokenizer({json.dumps(document)}, facts.config), facts); }}"
         "catch (error) { return error.message; }"
-        f"return {json.dumps(TEXTS)}.map(one => text.encode(one));"
+        f"return {json.dumps(TEXTS)}.map(one => text.ids(one));"
     )
     if name in REFUSED:
         assert tokens.startswith("The page's tokenizer differs from the model's own at")

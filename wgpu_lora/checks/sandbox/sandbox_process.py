@@ -22,6 +22,7 @@ from functools import cache
 from typing import Any
 
 from wgpu_lora.assets import ROOT
+from wgpu_lora.child_process import python
 from wgpu_lora.errors import UserError
 
 MEMORY = 512 << 20  # of address space
@@ -98,7 +99,7 @@ class SandboxProcess:
         self.parsed = False  # whether Python can parse the answer, for callers
         self._flooded = False
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", "-W", "ignore", "-c", ENTRY, str(ROOT), json.dumps(config)],
+            python("-I", "-S", "-B", "-W", "ignore", "-c", ENTRY, str(ROOT), json.dumps(config)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

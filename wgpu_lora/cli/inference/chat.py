@@ -158,7 +158,9 @@ class ChatSession:
             )
             wording = "in Alpaca's wording" if self.chat.prompt_format == "alpaca" else "as plain text"
             self.say(f"{why}: it gets every message {wording}, without the earlier ones.")
-        for note in self.chat.model.rounding:
+        from wgpu_lora.infer.answers import notes_for
+
+        for note in notes_for(self.chat.model, self.chat.adapters.values()):
             self.say(f"[{note}]")
         try:
             with self._signals():

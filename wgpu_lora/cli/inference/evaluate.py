@@ -146,6 +146,7 @@ def evaluate(
         )
     from wgpu_lora.api import evaluate as measure
     from wgpu_lora.api import evaluate_several, load
+    from wgpu_lora.infer.answers import notes_for
     from wgpu_lora.infer.named_adapters import BASE, model_of, named_adapters, slots_of
     from wgpu_lora.train.run.trained_options import check_rows, evaluation_rows
 
@@ -168,7 +169,7 @@ def evaluate(
         opened = load(model_of(adapters, model), device=device, base_dtype=base_dtype)
         rows = evaluation_rows(row_options, list(adapters.values()), opened.config.max_position_embeddings)
         options |= {name: getattr(rows, name) for name in row_options}
-        for note in () if as_json else (*opened.rounding, *([rows.note] if rows.note else [])):
+        for note in () if as_json else (*notes_for(opened, adapters.values()), *([rows.note] if rows.note else [])):
             line("note", note)
         with Bar("loading", opened.tensors_to_load()) as loading, Bar("evaluating", None, " rows") as evaluating:
             options["events"] = _EvaluationProgress(loading, evaluating)

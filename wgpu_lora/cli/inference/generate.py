@@ -117,7 +117,7 @@ def generate(
     if prompt and prompts:
         raise UserError("--prompt and --prompts cannot be combined: give one of them.")
     from wgpu_lora.atomic import check_new, write_new_bytes
-    from wgpu_lora.infer.answers import answer_table, tokenizer_of
+    from wgpu_lora.infer.answers import answer_table, notes_for, tokenizer_of
     from wgpu_lora.infer.named_adapters import BASE, model_of, named_adapters, slots_of
     from wgpu_lora.infer.prompt_file import Request, kept_on_failure, read_requests, row_of, to_jsonl
     from wgpu_lora.infer.prompts import check_text, prompt_notes
@@ -161,7 +161,7 @@ def generate(
     opened = open_model(model_of(adapters, model), device, base_dtype)
     inputs = [request.prompt for request in requests]
     of_prompts = prompt_notes(tokenizer_of(opened), inputs, generation.prompt_format, adapters.values())
-    for note in (*opened.rounding, *of_prompts):
+    for note in (*notes_for(opened, adapters.values()), *of_prompts):
         _note(note)
     with Bar("loading", opened.tensors_to_load()) as bar:
         if len(requests) == 1 and not (comparison or output or prompts):

@@ -42,6 +42,7 @@ def evaluate_checks(
     from wgpu_lora.checks.coding_problems import read_problems
     from wgpu_lora.checks.pass_at_k import check_settings, measure, parse_ks
     from wgpu_lora.data import heldout_data
+    from wgpu_lora.infer.answers import notes_for
     from wgpu_lora.infer.generation_options import generation_options
     from wgpu_lora.infer.named_adapters import BASE, model_of, named_adapters, slots_of
     from wgpu_lora.infer.prompt_file import kept_on_failure, to_jsonl
@@ -66,7 +67,7 @@ def evaluate_checks(
     source = heldout_data(data, split, dataset_config)
     problems = read_problems(source)
     opened = open_model(model_of(adapters, model), *opening)
-    for note in opened.rounding:
+    for note in notes_for(opened, adapters.values()):
         _note(note)
     if settings["enable_thinking"] is None:  # as in training
         limit = opened.config.max_position_embeddings

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from wgpu_lora.atomic import write_new_bytes
 from wgpu_lora.errors import UserError
+from wgpu_lora.locks import is_directory
 from wgpu_lora.text import count_noun, join_words
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class SlashCommands:
         for adapter, where in chat.adapters.items():
             if os.path.realpath(where) == os.path.realpath(directory):
                 return [adapter]
-        if not directory.is_dir():
+        if not is_directory(directory):
             raise UserError(f"There is no adapter '{text}': /adapters lists them, or give a directory.")
         chat.add(name, directory)
         return [name]

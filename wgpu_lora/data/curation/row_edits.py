@@ -226,12 +226,16 @@ def _tagged(kind: str, formats: RowFormats[Sample]) -> tuple[RowFormat[Read], ..
 
 def _reading(kind: str, form: RowFormat[Sample]) -> RowFormat[Read]:
     name = ", ".join(form.required)
-    return RowFormat(form.required, lambda row: Read(kind, name, form.convert(row)), form.optional)
+
+    def read(row: Fields) -> Read:
+        sample = form.convert(row)
+        row.keep()  # all columns are written
+        return Read(kind, name, sample)
+
+    return RowFormat(form.required, read, form.optional)
 
 
-ROWS: RowFormats[Read] = RowFormats(
-    (*_tagged(PAIR, PAIRS), *_tagged(LABEL, LABELLED), *_tagged(EXAMPLE, EXAMPLES)), all_columns=True
-)
+ROWS: RowFormats[Read] = RowFormats((*_tagged(PAIR, PAIRS), *_tagged(LABEL, LABELLED), *_tagged(EXAMPLE, EXAMPLES)))
 # Columns that may hold messages, and those that may hold the text of an answer.
 MESSAGE_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 ANSWER_COLUMNS = ("completion", "chosen", "rejected", "output", "text")

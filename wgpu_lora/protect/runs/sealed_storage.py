@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import sha256, sync_directory, write_bytes_atomic
-from wgpu_lora.data import Tokenizer
 from wgpu_lora.data.row_counts import SKIPPED
 from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import MAX_JSON_BYTES, read_bytes
@@ -28,7 +27,6 @@ from wgpu_lora.protect.sealed import archive
 from wgpu_lora.protect.sealed.age_streams import seal_bytes, unseal_bytes
 from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys
 from wgpu_lora.protect.sealed.sealed_files import ARCHIVE
-from wgpu_lora.tokenizer.tokenizer_files import tokenizer_files
 from wgpu_lora.train.run.checkpoint_store import CheckpointStore
 from wgpu_lora.train.run.run_checkpoint import METADATA, NAME, STEPS
 
@@ -191,9 +189,10 @@ class SealedStorage(CheckpointStore):
         else:
             self._results[path.name] = data
 
-    def write_tokenizer(self, directory: Path, model: Path, tokenizer: Tokenizer | None) -> None:
-        if tokenizer is not None and directory == self._run:
-            self._results.update(tokenizer_files(model, tokenizer))
+    def write_tokenizer(self, directory: Path, files: Mapping[str, bytes]) -> bool:
+        if directory == self._run:
+            self._results.update(files)
+        return directory == self._run
 
     def finish(self, directory: Path) -> None:
         """Sign and seal the adapter, beside its place."""

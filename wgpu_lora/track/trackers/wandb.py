@@ -23,7 +23,8 @@ class WandB(Tracker):
             config=run.config,
             dir=run.directory,
             resume="allow",
-            settings=wandb.Settings(console="off", reinit="create_new"),
+            # Without git, which would run the programs that the folder's .git/config names.
+            settings=wandb.Settings(console="off", reinit="create_new", disable_git=True, save_code=False),
         )
         # Steps of our own: those of wandb only increase, but a resumed run repeats some.
         self._run.define_metric("train/global_step")

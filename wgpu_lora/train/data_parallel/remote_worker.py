@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from wgpu_lora.signals import check_stop
 from wgpu_lora.train.data_parallel.gradient_messages import Arrays, read_message
 
 RETRY_SECONDS = 5.0  # before a replica that was lost is tried again
+TICK = 0.1  # seconds
 
 
 class Link(Protocol):
@@ -69,9 +71,11 @@ class RemoteWorker:
     def answer(self, seconds: float) -> Answer | None:
         """The answer to the only open question; None if it is late, or the replica was lost."""
         assert self._answer is not None
-        try:
-            self._answer.exception(timeout=max(0.0, seconds))
-        except TimeoutError:
+        end = time.monotonic() + seconds
+        while not self._answer.done() and time.monotonic() < end:
+            check_stop()
+            wait([self._answer], min(TICK, max(0.0, end - time.monotonic())))
+        if not self._answer.done():
             self.problem = "it has not answered in time, and its part was computed by the leader"
             return None
         return self._take()

@@ -6,11 +6,12 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from wgpu_lora.events import SILENT, Events, StepResult
+from wgpu_lora.signals import Stopped
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES, decayed, warmup_steps
 from wgpu_lora.train.objectives.objective import Group
 from wgpu_lora.train.run.adapter_run import AdapterRun
@@ -18,7 +19,6 @@ from wgpu_lora.train.run.run_checkpoint import BEST
 from wgpu_lora.train.run.run_state import step_budget
 from wgpu_lora.train.session.data_stream import Step
 from wgpu_lora.train.session.optimizer_update import SlotUpdate, StepReport
-from wgpu_lora.train.session.rollouts import SamplingStopped
 from wgpu_lora.train.session.session import Session
 
 
@@ -34,6 +34,8 @@ class SlotProgress:
     eval_steps: int = 0
     ended: str | None = None
     events: Events = SILENT
+    _facts: dict[str, float] = field(default_factory=dict)  # of the last step, besides its line
+    _metrics: dict[str, float] = field(default_factory=dict)  # of its line, those that are shown
     _last_line: dict[str, Any] = field(default_factory=dict)  # of the last step
     _last_entry: dict[str, Any] = field(default_factory=dict)  # the last one in the log
 
@@ -44,6 +46,8 @@ class SlotProgress:
 
     def reason_to_end(self) -> str | None:
         args, state = self.run.args, self.run.state
+        if state.postponed:
+            return None
         if 0 < args.max_steps <= state.step:
             return "max steps"
         if args.target_seconds:
@@ -72,7 +76,7 @@ class SlotProgress:
         return stream.groups(step, self.run.slot) if step else []
 
     def begin(self) -> None:
-        """Begin the next step. Raises SamplingStopped if the run is to end."""
+        """Begin the next step."""
         self.clock.begin_step()
         self.run.before_step(self.session)
         if self.run.rollouts:
@@ -101,13 +105,14 @@ class SlotProgress:
         state.pending.append(loss)
         state.last_loss = loss
         self.clock.estimate()
-        self._epoch = round(step.epoch + (step.index + 1) / len(self.run.stream.epoch(step.epoch)), 4)
+        epoch = round(step.epoch + (step.index + 1) / len(self.run.stream.epoch(step.epoch)), 4)
+        self._facts = {"epoch": epoch, "seconds": seconds, "tokens": tokens, "processed": processed}
         rate, norm = update.learning_rate, report.grad_norm
         self._line = {"loss": loss, "learning_rate": rate, "grad_norm": norm, **metrics}
         names = stream.objective.progress_metrics
         if names is not None:
             metrics = {name: value for name, value in metrics.items() if name in names}
-        self._metrics, self._seconds, self._tokens, self._processed = metrics, seconds, tokens, processed
+        self._metrics = metrics
         self.step = next(self._steps)
 
     def note(self, facts: Mapping[str, float]) -> None:
@@ -143,8 +148,20 @@ class SlotProgress:
             self._log({"step": 0, "epoch": 0.0, **result, **self._times()})
 
     def measure_heldout(self, events: Events) -> None:
-        with suppress(SamplingStopped):
-            self._line |= self._measure(events)
+        """Measure the held-out loss after the step that was taken. Raises Stopped; call `postpone` then."""
+        self._line |= self._measure(events)
+
+    def postpone(self) -> None:
+        """Keep what is logged of the step in the state: the rest of it is done when the run is resumed."""
+        self.run.state.postponed = [self._facts, self._line, self._metrics]
+
+    def resume_step(self) -> bool:
+        """Whether the rest of the last step is to be done."""
+        state = self.run.state
+        if state.postponed:
+            (self._facts, self._line, self._metrics), state.postponed = state.postponed, []
+            return True
+        return False
 
     def _measure(self, events: Events) -> dict[str, float]:
         begin = time.perf_counter()
@@ -164,17 +181,17 @@ class SlotProgress:
         return StepResult(
             state.step,
             state.total_steps,
-            self._epoch,
+            self._facts["epoch"],
             line["loss"],
             line["learning_rate"],
             line["grad_norm"],
             state.tokens,
-            self._seconds,
+            self._facts["seconds"],
             line.get("eval_loss"),
             run.name,
             run.slot,
-            self._tokens,
-            self._processed,
+            int(self._facts["tokens"]),
+            int(self._facts["processed"]),
             self._metrics,
         )
 
@@ -197,7 +214,7 @@ class SlotProgress:
             return
         try:
             result = self._measure(events)
-        except SamplingStopped:
+        except Stopped:
             result = {}
         self._last_line |= result
         if result and not self.run.state.pending:  # the last step was logged, when nobody knew that it was the last
@@ -209,7 +226,7 @@ class SlotProgress:
         state = self.run.state
         entry = {
             "step": state.step,
-            "epoch": self._epoch,
+            "epoch": self._facts["epoch"],
             **line,
             "loss": statistics.fmean(state.pending),  # mean since the last line
             "tokens": state.tokens,

@@ -6,14 +6,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from wgpu_lora.data import pack
-from wgpu_lora.events import Evaluating, EventForwarder, Events
-from wgpu_lora.signals import on_end_signal
+from wgpu_lora.events import Events
+from wgpu_lora.signals import Stopped, on_end_signal, stoppable
 from wgpu_lora.train.data_parallel.leader import DataParallelLeader
 from wgpu_lora.train.loop.slot_policy import Policy, Synchronized
 from wgpu_lora.train.loop.slot_progress import CHECKPOINT, SlotProgress
@@ -22,15 +22,10 @@ from wgpu_lora.train.run.adapter_run import AdapterRun
 from wgpu_lora.train.run.disk_space import FULL, release
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.train.run.stop_reasons import FINISHED, Requests
-from wgpu_lora.train.session.rollouts import SamplingStopped
 from wgpu_lora.train.session.session import Session
 
 T = TypeVar("T")
 SAVING_SHARE = 0.01  # of the time
-
-
-class _Interrupted(Exception):
-    """Raised while measuring a held-out loss."""
 
 
 @dataclass
@@ -60,9 +55,6 @@ class Trainer:
     _full: OSError | None = None  # what was written when the disk was full, before the reserve was released
 
     def __post_init__(self) -> None:
-        for run in self.runs:
-            if run.rollouts:
-                run.rollouts.should_stop = self._stop.is_set
         self.all = [SlotProgress(run, self.session, self.policy.eval_steps, events=self.events) for run in self.runs]
 
     def train(self) -> dict[int, RunRecord]:
@@ -74,6 +66,9 @@ class Trainer:
         """
         with self._signals():  # to the end, so that a second Ctrl-C does not prevent saving
             self._measure_start()
+            for progress in self.all:
+                if not progress.ended and progress.resume_step():
+                    self._after_step(progress)
             while live := self._live_slots():
                 if self._full:
                     self.save()
@@ -105,8 +100,8 @@ class Trainer:
             evaluates = run.args.eval_on_start or self.policy.eval_steps
             new = run.heldout and not state.step and state.first_eval_loss is None and not progress.ended
             if evaluates and new:
-                with suppress(_Interrupted, SamplingStopped):  # it is measured when the run is resumed
-                    self._write(partial(progress.measure_start, _Interruptible(self)))
+                with suppress(Stopped), self._stoppable():  # it is measured when the run is resumed
+                    self._write(partial(progress.measure_start, self.events))
 
     def _live_slots(self) -> list[SlotProgress]:
         """The slots with remaining steps; the other slots are ended."""
@@ -124,14 +119,15 @@ class Trainer:
         stepping = [p for p in live if p.run.slot in slots]
         begin = time.perf_counter()
         try:
-            for progress in stepping:
-                progress.begin()
-        except SamplingStopped:  # the run ends before this step
+            with self._stoppable():
+                for progress in stepping:
+                    progress.begin()
+                if self.sharing:
+                    self.sharing.accumulate(self.session, stepping[0].run, stepping[0].step)
+                else:
+                    self._accumulate(self._batches(stepping))
+        except Stopped:  # the run ends before this step
             return
-        if self.sharing:
-            self.sharing.accumulate(self.session, stepping[0].run, stepping[0].step)
-        else:
-            self._accumulate(self._batches(stepping))
         updates = {p.run.slot: p.update() for p in stepping}
         reports = optimizer.apply(device, updates)
         seconds = time.perf_counter() - begin
@@ -212,7 +208,12 @@ class Trainer:
 
     def _after_step(self, progress: SlotProgress) -> None:
         if progress.heldout_due():
-            progress.measure_heldout(self.events)
+            try:
+                with self._stoppable():
+                    progress.measure_heldout(self.events)
+            except Stopped:
+                progress.postpone()
+                return
         result = self._write(progress.logged)
         self._write(progress.save_best)
         if self.events.step(result) is True:
@@ -229,7 +230,8 @@ class Trainer:
         for progress in ending:
             progress.ended = reasons[progress.run.slot]
             if progress.ended == "target seconds":
-                self._write(partial(progress.close, self.events))
+                with self._stoppable():
+                    self._write(partial(progress.close, self.events))
             if progress.ended in FINISHED and progress.run.rollouts and progress.run.rollouts.all_failed:
                 progress.ended = "no rewards"
         self._write(self.save)
@@ -246,9 +248,12 @@ class Trainer:
         return self._stop.is_set() and not self._stopped_by_events
 
     def stop(self, signal_name: str | None = None) -> None:
-        """End the runs after the current step, as an interrupt does."""
+        """End the runs before the device gets more work, as an interrupt does; the step that it is amid is left out."""
         self.signal = self.signal or signal_name
         self._stop.set()
+
+    def _stoppable(self) -> AbstractContextManager[None]:
+        return stoppable(lambda: self.interrupted)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -257,16 +262,3 @@ class Trainer:
             return
         with on_end_signal(lambda number: self.stop(signal.Signals(number).name)):
             yield
-
-
-class _Interruptible(EventForwarder):
-    """Aborts measuring a held-out loss as soon as a run is interrupted."""
-
-    def __init__(self, trainer: Trainer):
-        super().__init__(trainer.events)
-        self._trainer = trainer
-
-    def evaluating(self, evaluating: Evaluating) -> None:
-        if self._trainer.interrupted and evaluating.loss is None:
-            raise _Interrupted
-        super().evaluating(evaluating)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +38,12 @@ def formats_of(objective: Objective) -> RowFormats[Sample]:
     return replace(objective.formats, other_objectives=_readers)
 
 
-def _readers(names: Sequence[str]) -> str | None:
-    """Advice about rows with these keys: the objectives that read them and need nothing else."""
-    fitting = [
-        name
-        for name, kind in OBJECTIVES.items()
-        if kind.formats.matches(names) and not (kind.needs_teacher or kind.samples)
+def _readers() -> list[tuple[RowFormats[Sample], str]]:
+    """The formats of objectives that need nothing but rows, and how to choose them."""
+    names: dict[int, list[str]] = {}
+    kinds = {name: kind for name, kind in OBJECTIVES.items() if not (kind.needs_teacher or kind.samples)}
+    for name, kind in kinds.items():
+        names.setdefault(id(kind.formats), []).append(name)
+    return [
+        (kinds[same[0]].formats, " or ".join(setting("objective", name) for name in same)) for same in names.values()
     ]
-    result = [setting("objective", name) for name in fitting]
-    return f"use {' or '.join(result)} for such rows" if result else None

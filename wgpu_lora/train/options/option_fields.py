@@ -248,9 +248,11 @@ class GeneralOptions:
         "Steps between log lines. Default: 10, or 1 in runs of at most 100 steps.",
         within=POSITIVE,
     )
-    save_steps: int = option(200, SAVING, "Steps between checkpoints; 0 saves none by steps.", within=NOT_NEGATIVE)
+    save_steps: int = option(
+        0, SAVING, "Steps between checkpoints; 0 saves by --save-minutes only.", within=NOT_NEGATIVE
+    )
     save_minutes: float = option(
-        5.0,
+        1.0,
         SAVING,
         "Also save when the last checkpoint is so many minutes old, for at most 1% of the time; 0 does not.",
         within=NOT_NEGATIVE,

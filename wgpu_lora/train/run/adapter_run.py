@@ -225,7 +225,8 @@ class AdapterRun:
             if self.args.target_seconds:
                 self.state.total_steps = max(self.state.total_steps, UNTIMED_STEPS)
         resumed = self.state.step if self.resumed_from else None
-        self.log = Log(self.directory / training_log.LOG, resumed)
+        logged = resumed - bool(self.state.postponed) if resumed is not None else None
+        self.log = Log(self.directory / training_log.LOG, logged)
         if self.rollouts and self.storage is PLAIN_FILES:
             samples = Log(self.directory / training_log.COMPLETIONS, resumed, training_log.completion_entry)
             self.rollouts.on_sample = lambda sample: samples.write(
@@ -405,11 +406,12 @@ class AdapterRun:
 
         stop_signal: name of the signal that interrupted the run, if any.
         """
-        for name, data in self.subject.checkpoint_files(session, self.slot).items():
+        companions = session.model.tokenizer_files
+        self.storage.write_tokenizer(self.directory / BEST, companions)
+        companions = companions if self.storage.write_tokenizer(self.directory, companions) else {}
+        for name, data in self.subject.checkpoint_files(session, self.slot, companions).items():
             self.storage.write(self.directory / name, data)
         self.subject.write(session, self.slot, self.directory)
-        for place in (self.directory, self.directory / BEST):
-            self.storage.write_tokenizer(place, session.model.path, session.model.tokenizer)
         record = self.record(session, stop_reason, stop_signal)
         self.storage.write(self.directory / CARD, card(record, session.model.config.AUTO_CLASS).encode())
         self.storage.finish(self.directory)

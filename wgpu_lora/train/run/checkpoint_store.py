@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 from wgpu_lora.atomic import file_digest, new_directory, write_bytes_atomic
-from wgpu_lora.data import Tokenizer
 from wgpu_lora.json_files import MAX_JSON_BYTES, read_bytes
+from wgpu_lora.locks import is_directory, restore
 from wgpu_lora.tokenizer.tokenizer_files import write_tokenizer
 
 EVIDENCE = "evidence.jsonl"  # the log that a protected run has in its directory
@@ -53,8 +53,11 @@ class CheckpointStore(Protocol):
     def write(self, path: Path, data: bytes | None) -> None:
         """Write a file of the result atomically; None removes it."""
 
-    def write_tokenizer(self, directory: Path, model: Path, tokenizer: Tokenizer | None) -> None:
-        """Write the base's tokenizer and chat template to a directory, if that exists."""
+    def write_tokenizer(self, directory: Path, files: Mapping[str, bytes]) -> bool:
+        """Write the files of the base's tokenizer and chat template to a directory, if that exists and has no others.
+
+        Returns whether it has them.
+        """
 
     def finish(self, directory: Path) -> None:
         """Called when all files of the result are written."""
@@ -67,10 +70,14 @@ class PlainFiles(CheckpointStore):
     """Plain files."""
 
     def has(self, directory: Path) -> bool:
-        return directory.is_dir()
+        return is_directory(directory)
 
     def directories(self, root: Path) -> list[Path]:
-        return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+        if not root.is_dir():
+            return []
+        for path in [*root.glob(".*.previous")]:
+            restore(path.with_name(path.name[1:].removesuffix(".previous")))
+        return [path for path in root.iterdir() if path.is_dir()]
 
     def is_file(self, path: Path) -> bool:
         return path.is_file()
@@ -101,8 +108,8 @@ class PlainFiles(CheckpointStore):
         else:
             write_bytes_atomic(path, data)
 
-    def write_tokenizer(self, directory: Path, model: Path, tokenizer: Tokenizer | None) -> None:
-        write_tokenizer(directory, model, tokenizer)
+    def write_tokenizer(self, directory: Path, files: Mapping[str, bytes]) -> bool:
+        return write_tokenizer(directory, files)
 
     def finish(self, directory: Path) -> None:
         """Nothing."""

@@ -55,7 +55,7 @@ def checkpoint_files(
 
     facts: `identity` (see AdapterRun) and `metadata`. extra_files: further files by name.
     """
-    files = subject.checkpoint_files(session, slot) | dict(extra_files or {})
+    files = subject.checkpoint_files(session, slot, session.model.tokenizer_files) | dict(extra_files or {})
     metadata = {"optim": name_of(session.optimizer.rule)}
     files[OPTIMIZER] = save(session.optimizer.state.read(session.device, slot), metadata)
     files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
@@ -343,8 +343,8 @@ class Trainable(Protocol):
         contents: of its files by name, if they are not plain ones.
         """
 
-    def checkpoint_files(self, session: Session, slot: int) -> dict[str, bytes]:
-        """The contents of `files`."""
+    def checkpoint_files(self, session: Session, slot: int, companions: Mapping[str, bytes]) -> dict[str, bytes]:
+        """The contents of `files`. companions: of the files that may be beside them."""
 
     def last_steps(self, total: int) -> int:
         """The steps at the end of a run of `total` that differ from those before them; 0 if none do."""

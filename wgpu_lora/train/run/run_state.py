@@ -49,6 +49,7 @@ class RunState:
     best_step: Count = 0
     last_loss: float | None = None
     last_eval_loss: float | None = None
+    postponed: list[dict[str, float]] = field(default_factory=list)  # a step whose held-out loss is due (`postpone`)
     # Chosen tilings of heavy calls. Another tiling rounds differently, so a resumed run keeps them.
     tiles: dict[str, Annotated[Tiling, FromJson()]] = field(default_factory=dict)
     pending: list[float] = field(default_factory=list)  # losses of the steps since the last log line
@@ -120,7 +121,7 @@ def step_budget(state: RunState, args: TrainingArguments, step_seconds: float) -
 MOST = 1 << 52  # steps, which a run's state can hold; an estimate for an endless time would be more
 
 
-SCHEMA = 4
+SCHEMA = 5
 
 
 class NewerSchemaError(UserError):

@@ -91,8 +91,8 @@ class TrainableAdapter:
         if offset and adapters.offset:
             adapters.offset.write(session.device, slot, offset)
 
-    def checkpoint_files(self, session: Session, slot: int) -> dict[str, bytes]:
-        return adapter_files(*self._tensors(session, slot))
+    def checkpoint_files(self, session: Session, slot: int, companions: Mapping[str, bytes]) -> dict[str, bytes]:
+        return adapter_files(*self._tensors(session, slot), companions)
 
     def last_steps(self, total: int) -> int:
         return 0
@@ -181,7 +181,7 @@ class TrainableQuantScales:
                 raise CheckpointError(f"{name} in {file} has values that are not finite or too large")
         constants.write(session.device, tensors)
 
-    def checkpoint_files(self, session: Session, slot: int) -> dict[str, bytes]:
+    def checkpoint_files(self, session: Session, slot: int, companions: Mapping[str, bytes]) -> dict[str, bytes]:
         return {self.files[0]: save(self._set(session).read(session.device))}
 
     def last_steps(self, total: int) -> int:

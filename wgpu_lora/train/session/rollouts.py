@@ -31,10 +31,6 @@ STEPS = 20  # after which rewards that never differed, or completions that never
 Texts = tuple[list[Any], list[Any]]  # prompts and completions, as reward functions get them
 
 
-class SamplingStopped(Exception):
-    """Raised amid sampling when a run is to end."""
-
-
 @dataclass
 class Rollouts:
     """Samples the completions of one slot's stream.
@@ -42,7 +38,6 @@ class Rollouts:
     on_sample: called with what is logged of each completion, with `heldout` of those of held-out prompts.
     trainer_state: what reward functions get of the run's progress. seconds: of the last call of `prepare`, by what they
     were for. all_failed: whether no completion was rewarded so far, since functions failed; None before any was.
-    should_stop: whether the run is to end.
     """
 
     stream: RolloutStream
@@ -53,7 +48,6 @@ class Rollouts:
     trainer_state: Callable[[], dict[str, Any]] = dict
     seconds: dict[str, float] = field(default_factory=dict)
     all_failed: bool | None = None
-    should_stop: Callable[[], bool] = lambda: False
     _useless: dict[str, int] = field(default_factory=dict)  # steps so far of which all were so, by what they were
     _warned: set[str] = field(default_factory=set)
 
@@ -61,7 +55,7 @@ class Rollouts:
         """Sample the completions of the step's phase, unless they have been.
 
         Raises:
-            UserError: the adapter's weights are damaged. SamplingStopped: the run is to end.
+            UserError: the adapter's weights are damaged.
         """
         stream = self.stream
         self.seconds = {"sampling_seconds": 0.0, "reward_seconds": 0.0}
@@ -162,8 +156,6 @@ class Rollouts:
         count = tokens = 0
         try:
             while engine.busy:
-                if self.should_stop():
-                    raise SamplingStopped
                 for output in engine.step():
                     request, of_token = output.request, output.logprobs
                     if request.error:

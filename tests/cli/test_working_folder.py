@@ -1,0 +1,72 @@
+"""The folder that a command is started in: nothing of it is executed, whatever lies there."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.cli import QWEN2, SMALL, flags, write_rows
+
+from wgpu_lora.assets import PACKAGE
+
+MODULES = ("json", "numpy", "tokenizers", "jinja2", "re2", "wgpu_lora", "sitecustomize", "usercustomize", "psutil")
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A folder whose modules, and whatever its .git/config names, write to the file `executed` if they are run."""
+    folder, executed = tmp_path / "folder", tmp_path / "executed"
+    folder.mkdir()
+    for name in MODULES:
+        code = f"open({str(executed)!r}, 'a').write({name!r})\nraise SystemExit(7)\n"
+        (folder / f"{name}.py").write_text(code)
+    own = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init"], ["add", "json.py"], ["commit", "-m", "x"]):
+        subprocess.run([*own, *command], check=True, capture_output=True)
+    (folder / ".gitattributes").write_text("*.py filter=a\n")
+    with (folder / ".git" / "config").open("a") as config:
+        config.write(f'[core]\n\tfsmonitor = "echo git >> {executed}; false"\n')
+        config.write(f'[filter "a"]\n\tclean = "echo filter >> {executed}; cat"\n')
+    (folder / "json.py").touch()
+    return folder
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "wgpu_lora", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def test_a_hostile_folder_runs_nothing(hostile: Path) -> None:
+    """Not even beside a file of rewards, which may import what is beside it."""
+    place = hostile.parent / "own"
+    place.mkdir()
+    (place / "sibling.py").write_text("REWARD = 0.25\n")
+    (place / "rewards.py").write_text(
+        "from sibling import REWARD\ndef of_sibling(completions, **columns):\n    return [REWARD] * len(completions)\n"
+    )
+    data = write_rows(place / "rows.jsonl", [{"prompt_ids": [1 + i, 2, 3]} for i in range(4)])
+    options = {
+        **SMALL, "model": QWEN2, "data": data, "output": place / "out", "objective": "grpo", "max_steps": 1,
+        "reward_funcs": f"length:4,regex:a,{place}/rewards.py:of_sibling", "num_generations": 2,
+        "max_completion_length": 4, "eval_data": data, "tune": False,
+    }  # fmt: skip
+    process = run(hostile, "finetune", *flags(**options))
+    assert process.returncode == 0, process.stderr
+    assert "failed" not in process.stderr
+    process = run(hostile, "evaluate", *flags(model=QWEN2, adapter=place / "out", data=write_rows(place / "e.jsonl")))
+    assert process.returncode == 0, process.stderr
+    assert not (hostile.parent / "executed").exists()
+
+
+def test_every_python_child_is_started_by_one_function() -> None:
+    """With -P, so that no file in the current folder is imported."""
+    starts = []
+    texts = {path.name: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    for name, text in texts.items():
+        for node in ast.walk(ast.parse(text if "sys.executable" in text else "")):
+            words = node.elts if isinstance(node, ast.List | ast.Tuple) else []
+            starts += [name for word in words if ast.unparse(word) == "sys.executable"]
+    assert starts == ["child_process.py"]
