@@ -134,6 +134,11 @@ def test_an_answer_that_nobody_waited_for_is_not_the_next_ones(file: Path) -> No
 def test_a_pattern_may_have_commas() -> None:
     functions = RewardFunctions("length:4, regex:a{1,3}, [b,c]$,accuracy:x", "1,2,3")
     assert functions.functions == ["length:4", "regex:a{1,3}, [b,c]$", "accuracy:x"]
+    assert RewardFunctions(r"regex:^see x\.py:").names == ["regex"]
+    named = RewardFunctions(r"regex:x\.py:")
+    named.load()
+    assert named.score(["p"] * 2, ["x.py:", "x"], [[1], [2]], [{}, {}]).values.tolist() == [[1], [0]]
+    named.close()
 
 
 def test_wrong_names_are_refused(file: Path, tmp_path: Path) -> None:

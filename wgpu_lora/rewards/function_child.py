@@ -63,10 +63,10 @@ def main() -> None:
 
 def load(name: str) -> Callable[..., Any]:
     """The function FILE.py:NAME, or a built-in one, as NAME or NAME:ARGUMENT. Raises UserError."""
-    before, colon, after = name.partition(FILE + ":")
-    if not colon:
-        kind, _, argument = name.partition(":")
+    kind, _, argument = name.partition(":")
+    if kind in BUILT_IN:
         return BUILT_IN[kind](argument or None)
+    before, _, after = name.partition(FILE + ":")
     path = Path(before + FILE).resolve()
     function = getattr(_module(path), after, None)
     if not callable(function):

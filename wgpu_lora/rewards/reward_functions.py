@@ -120,15 +120,15 @@ def _parts(functions: str) -> list[str]:
 
 def _name(function: str) -> str:
     """The name of a function, for logs. Raises UserError if it can be none."""
-    name = function_name(function, OPTION)
-    if name:
-        return name
     kind = function.partition(":")[0]
-    if kind not in BUILT_IN:
+    if kind in BUILT_IN:
+        return kind
+    name = function_name(function, OPTION)
+    if name is None:
         raise UserError(
             f"{flag(OPTION)} has no built-in {kind!r:.80}: give FILE.py:NAME, or one of {', '.join(BUILT_IN)}."
         )
-    return kind
+    return name
 
 
 def _weights(text: str | None, count: int) -> np.ndarray:
