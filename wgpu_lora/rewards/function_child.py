@@ -8,10 +8,12 @@ import inspect
 import json
 import math
 import os
+import queue
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pydantic import TypeAdapter, validate_call
 
@@ -33,8 +35,10 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     functions: dict[str, Callable[..., Any]] = {}
-    for line in source:
-        message = json.loads(line)
+    messages = queue.SimpleQueue[bytes]()
+    threading.Thread(target=_read, args=(source, messages), daemon=True).start()
+    while True:
+        message = json.loads(messages.get())
         try:
             if message["function"] not in functions:
                 functions[message["function"]] = load(message["function"])
@@ -46,6 +50,13 @@ def main() -> None:
             reply = {"error": f"{type(error).__name__}: {text:.300}" if text else type(error).__name__}
         sink.write(json.dumps(reply).encode() + b"\n")
         sink.flush()
+
+
+def _read(source: IO[bytes], messages: queue.SimpleQueue[bytes]) -> None:
+    """Pass lines on to their end, which ends the process, also while a function runs: the parent is gone."""
+    for line in source:
+        messages.put(line)
+    os._exit(0)
 
 
 def load(name: str) -> Callable[..., Any]:

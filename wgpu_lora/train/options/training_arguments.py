@@ -14,6 +14,7 @@ from wgpu_lora.names.aliases import real_names, real_value
 from wgpu_lora.names.spelling import Naming, error_source, flag, setting
 from wgpu_lora.paths import is_path
 from wgpu_lora.tokenizer.chat_template import check_date, template_kwargs
+from wgpu_lora.track.secret_masking import masked
 from wgpu_lora.track.trackers import trackers_of
 from wgpu_lora.train.init_methods import check_initialisation
 from wgpu_lora.train.objectives import OBJECTIVES
@@ -196,7 +197,8 @@ class TrainingArguments(RewardOptions, DistillationOptions, PreferenceOptions, G
         return template_kwargs(self.enable_thinking, self.template_date)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The values for files, in which the remarks have no secrets."""
+        return {**asdict(self), "goal": masked(self.goal), "notes": masked(self.notes)}
 
 
 def from_values(
