@@ -86,6 +86,7 @@ def test_a_folder_that_is_removed_does_not_end_a_run(run: Run, tmp_path: Path, m
     folder.mkdir()
     monkeypatch.chdir(folder)
     options = {**SMALL, "model": QWEN2, "data": data, "output": tmp_path / "out", "save_steps": 1, "tune": False}
+    options |= {"goal": "token=sk-12345678abcdef", "notes": "password=hunter2hunter2"}
     prepare = finetune.FinetuneJob.begin
 
     def removed(job: finetune.FinetuneJob, events: Events) -> None:
@@ -98,6 +99,8 @@ def test_a_folder_that_is_removed_does_not_end_a_run(run: Run, tmp_path: Path, m
     facts = json.loads((tmp_path / "out" / "checkpoints" / "step-2" / "metadata.json").read_text())
     assert facts["directory"] == str(folder)
     assert not (tmp_path / "out" / ".lock").exists()
+    texts = [path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert not [text for text in texts if b"sk-12345678abcdef" in text or b"hunter2" in text]
     paths._folders.clear()
     assert run("info").refusal() == "wgpu-lora: The current folder does not exist any more: change to another."
 

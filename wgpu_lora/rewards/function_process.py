@@ -18,6 +18,7 @@ from wgpu_lora.rewards.function_child import FILE
 from wgpu_lora.text import escape_unprintable
 
 START = 60.0  # seconds to import a function's file
+LINE = 1 << 16  # bytes of a line that it prints, of which the rest follows on others
 CHILD = "wgpu_lora.rewards.function_child"
 
 
@@ -80,7 +81,7 @@ class FunctionProcess:
 def _relay(printed: IO[bytes]) -> None:
     """Pass on what functions print, without characters that would act on the terminal."""
     with printed, suppress(OSError):
-        for line in printed:
+        while line := printed.readline(LINE):
             text = escape_unprintable(line.decode("utf-8", "backslashreplace").rstrip("\r\n"), keep="\t")
             os.write(2, f"{text}\n".encode())
 

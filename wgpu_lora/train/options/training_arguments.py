@@ -100,6 +100,8 @@ class TrainingArguments(RewardOptions, DistillationOptions, PreferenceOptions, G
         objective = None if usual else OBJECTIVES[self.objective]
         for item in fields(self):
             check(item.name, getattr(self, item.name), item.metadata)
+        for name in ("goal", "notes"):  # here, so that no file, tracker or log has secrets of theirs
+            object.__setattr__(self, name, masked(getattr(self, name)))
         for name in PATHS:
             require(
                 is_path(getattr(self, name) or ""), name, "must be a path that is not too long", getattr(self, name)
@@ -197,8 +199,7 @@ class TrainingArguments(RewardOptions, DistillationOptions, PreferenceOptions, G
         return template_kwargs(self.enable_thinking, self.template_date)
 
     def as_dict(self) -> dict[str, Any]:
-        """The values for files, in which the remarks have no secrets."""
-        return {**asdict(self), "goal": masked(self.goal), "notes": masked(self.notes)}
+        return asdict(self)
 
 
 def from_values(

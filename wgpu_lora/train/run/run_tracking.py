@@ -66,7 +66,7 @@ class RunTracking(Tracking):
         name = entry.name + (f" {run.name}" if run.name else "")
         where = str(run.directory.resolve())
         tracked = TrackedRun(
-            entry.id, name, where, self.group, masked(run.args.notes), masked(entry.config), run.state.step
+            entry.id, name, where, self.group, run.args.notes, masked(entry.config), run.state.step
         )
         self.trackers = [GuardedTracker(tracker, tracked) for tracker in trackers_of(run.args.report_to)]
 
