@@ -13,12 +13,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.locks import FULL, check_output, locked, remove, restore, unwritable
+from wgpu_lora.paths import working_folder
 
 
 def _read_umask() -> int:
@@ -67,7 +68,7 @@ def check_file(path: Path, option: str) -> None:
 
 def check_not_around(path: Path, option: str) -> None:
     """Raise UserError if a directory that is to be replaced is or holds the current one."""
-    if path.resolve() in (Path.cwd(), *Path.cwd().parents):
+    if path.resolve() in (working_folder(), *working_folder().parents):
         raise UserError(f"{path} holds the current directory: give {option} a directory in it.")
 
 
@@ -201,7 +202,8 @@ def write_bytes_atomic(path: str | Path, data: bytes) -> None:
         temporary.chmod(0o666 & ~UMASK)  # mkstemp makes files private
         temporary.replace(path)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         if isinstance(error, OSError):
             error.filename = str(path)  # writing to an open file does not say which
         raise

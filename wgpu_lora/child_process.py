@@ -24,6 +24,7 @@ import psutil
 
 from wgpu_lora import seccomp
 from wgpu_lora.assets import ROOT
+from wgpu_lora.paths import working_folder
 from wgpu_lora.signals import check_stop, stop_requested
 
 try:
@@ -66,8 +67,8 @@ def python(*arguments: str) -> list[str]:
 
 def module_command(module: str, *options: str) -> list[str]:
     """The command that calls `main()` of a module, with this process's import path, less the current folder."""
-    here = os.getcwd()
-    paths = [path for path in map(os.path.abspath, sys.path) if path != here] + [str(ROOT)]
+    here = str(working_folder())
+    paths = [path for path in map(os.path.abspath, filter(None, sys.path)) if path != here] + [str(ROOT)]
     return python(*options, "-c", _START.format(module), json.dumps(paths))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.errors import UserError, reason
+from wgpu_lora.paths import open_file
 
 # Python takes about 100 bytes for each value, far more than the file does. Real models stay well below both limits: the
 # index of 64 shards takes 0.1 MB, a tokenizer's settings 1 MB, and each tensor of a header counts as 9 values.
@@ -102,7 +103,7 @@ def small_file(path: str | Path, kind: str, max_bytes: int = MAX_TOML_BYTES) -> 
     """The content of a file that a person wrote, of which too much is refused. Other arguments and errors as for
     `read_toml`."""
     try:
-        with Path(path).open("rb") as file:
+        with open_file(path) as file:
             data = file.read(max_bytes + 1)
     except (OSError, ValueError) as error:
         raise UserError(f"{kind} {path} cannot be read ({reason(error)}): check the path.") from None

@@ -43,7 +43,7 @@ def locked(path: str | Path, option: str) -> Iterator[None]:
             check_output(place, option)
             stack.enter_context(_new_directory(place.parent))
             stack.enter_context(lock_file(file))
-            stack.callback(_unlinked, file)  # while it is held
+            stack.callback(unlink_lock, file)
             sweep(place.parent, re.compile(re.escape(place.name)))
         except Timeout:
             raise OutputInUse(
@@ -65,11 +65,14 @@ def lock_file(path: Path, seconds: float = 0.0) -> AcquireReturnProxy[FileLock]:
     """
     from filelock import FileLock  # 20 ms, which most commands do not need
 
+    if path.exists() and not path.is_file():  # opening a pipe would block
+        raise OSError(errno.EINVAL, "it is not a regular file")
     path.touch()  # FileLock would take some directories without files, as in /proc, for locked ones
     return FileLock(path, timeout=seconds).acquire()
 
 
-def _unlinked(path: Path) -> None:
+def unlink_lock(path: Path) -> None:
+    """Remove a lock file while it is held, so that who waits for it does not take one that is gone."""
     with suppress(OSError):  # on Windows, while it is open
         path.unlink()
 

@@ -2,11 +2,45 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from wgpu_lora.errors import UserError
 
 MAX_PATH = 2048  # bytes; systems allow 1,024 to 4,096 for a whole path
+
+
+_folders: list[str] = []
+
+
+def working_folder() -> Path:
+    """The current folder or, if it has been removed, the one that was current when this was last called.
+
+    Raises:
+        UserError: it had been removed at the start.
+    """
+    with suppress(FileNotFoundError):
+        _folders[:] = [os.getcwd()]
+    if not _folders:
+        raise UserError("The current folder does not exist any more: change to another.")
+    return Path(_folders[0])
+
+
+def open_file(path: str | Path) -> IO[bytes]:
+    """Open a regular file for reading. Raises OSError, also for a pipe, a socket or a device, which might never end."""
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags)  # Windows has pipes elsewhere
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def is_name(text: str) -> bool:

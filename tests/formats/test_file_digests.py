@@ -98,7 +98,7 @@ def test_files_beside_a_packed_base_are_covered(device: Device, tmp_path: Path) 
     names = [path.name for path in packed.iterdir() if COMPANION.fullmatch(path.name)]
     assert {"config.json", "model.safetensors.index.json"} <= {*names}
     for name in names:
-        for bit in flipped_bits(packed / name):
+        for _ in flipped_bits(packed / name):
             with pytest.raises(UserError):
                 check_digests(sorted(packed.glob("*.safetensors"))[0])
     open_model(str(packed), device).load_weights()

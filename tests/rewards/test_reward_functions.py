@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import signal
+import subprocess
+import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from wgpu_lora.errors import UserError
@@ -217,3 +222,44 @@ def test_a_functions_text_goes_to_standard_error(file: Path, capfd: pytest.Captu
     functions.score(["p"], ["a"], [[1]], [{}])
     functions.close()
     assert "printed by a reward function" in textwrap.dedent(capfd.readouterr().err)
+
+
+PRINTS = r"""
+import os, pathlib, sys, time
+def prints(completions, **columns):
+    print("\x1b]0;owned\x07\x1b[2J", flush=True)
+    os.write(2, b"\xff\n")
+    return [0.0] * len(completions)
+def hangs(completions, **columns):
+    pathlib.Path(__file__).with_name("pid").write_text(str(os.getpid()))
+    time.sleep(600)
+"""
+PARENT = """
+import os, sys, threading, time, pathlib
+from wgpu_lora.rewards.reward_functions import RewardFunctions
+def end():
+    while not pathlib.Path(sys.argv[1]).exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), 9)
+threading.Thread(target=end).start()
+RewardFunctions(sys.argv[2]).score(["p"], ["a"], [[1]], [{}])
+"""
+
+
+def test_what_a_function_prints_does_nothing_to_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rewards.py").write_text(PRINTS)
+    functions = RewardFunctions(f"{tmp_path}/rewards.py:prints")
+    assert functions.score(["p"], ["a"], [[1]], [{}]).values.tolist() == [[0.0]]
+    functions.close()
+    assert capfd.readouterr().err == "\\x1b]0;owned\\x07\\x1b[2J\n\\xff\n"
+
+
+def test_a_function_that_hangs_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(PRINTS)
+    arguments = [str(tmp_path / "pid"), f"{tmp_path}/rewards.py:hangs"]
+    process = subprocess.run([sys.executable, "-c", PARENT, *arguments], timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    end = time.monotonic() + 60
+    while psutil.pid_exists(int((tmp_path / "pid").read_text())):
+        assert time.monotonic() < end
+        time.sleep(0.05)

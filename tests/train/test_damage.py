@@ -210,6 +210,9 @@ def test_a_damaged_checkpoint_is_no_adapter_to_begin_with(qwen2: LoadedModel, ru
     with pytest.raises(UserError, match=f"The adapter {run.newest} is damaged: adapter_model"):
         begin("one")
     (run.newest / MANIFEST).unlink()
+    with pytest.raises(UserError, match="is damaged, since its values are not those that were written"):
+        begin("two")
+    save_file(load_file(path), path)  # as another program does
     begin("two")
 
 

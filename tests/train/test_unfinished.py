@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import shutil
 import subprocess
@@ -266,6 +267,38 @@ def test_the_last_state_is_saved_and_goes_on(
     assert match[1] == str(run / newest)
     assert run_checkpoint.checkpoint_damage(run / newest) is None
     assert not list(run.rglob("*.tmp"))
+    api.finetune(qwen2, resume=True, output=str(run))
+    assert result(run) == result(finished_run / "run")
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EPERM, errno.ENOSPC, errno.EIO])
+def test_a_disk_that_refuses_its_clean_up_too(
+    qwen2: LoadedModel, finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Mounted read-only, without inodes, or with immutable files: the first error is told, and how to go on."""
+    run, write, unlink, refuses = tmp_path / "run", PlainFiles.write_directory, Path.unlink, list[bool]()
+
+    def write_directory(own: PlainFiles, final: Path, files: Any) -> None:
+        refuses.extend([True] * (final.name == "step-6"))
+        if refuses:
+            raise OSError(number, os.strerror(number), str(final))
+        write(own, final, files)
+
+    def refused_unlink(path: Path, missing_ok: bool = False) -> None:
+        if refuses:
+            raise OSError(number, os.strerror(number), str(path))
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PlainFiles, "write_directory", write_directory)
+        patched.setattr(Path, "unlink", refused_unlink)
+        with pytest.raises(StorageError) as error:
+            api.finetune(qwen2, **disk_options(finished_run, run))
+    text = (
+        f"Writing to {run}/checkpoints/step-6 failed ({os.strerror(number)}), and the newest complete state is {run}/"
+    )
+    assert str(error.value).startswith(text)
+    assert str(error.value).endswith(" and go on with resume=True.")
     api.finetune(qwen2, resume=True, output=str(run))
     assert result(run) == result(finished_run / "run")
 

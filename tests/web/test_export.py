@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
+import os
 import threading
 import urllib.request
 from pathlib import Path
@@ -88,6 +90,35 @@ def test_refusals(run: Run, tmp_path: Path, options: tuple[str, ...], sentence: 
 
 def test_web_refuses_what_is_no_site(run: Run, tmp_path: Path) -> None:
     assert "give a directory that 'wgpu-lora export web' has written" in run("web", str(tmp_path)).refusal()
+
+
+def status(port: int, path: str, host: str = "127.0.0.1") -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("GET", path, headers={"Host": f"{host}:{port}"})
+    result = connection.getresponse().status
+    connection.close()
+    return result
+
+
+def test_only_the_sites_own_files_are_served_to_its_own_name(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    (site / "folder").mkdir(parents=True)
+    for name in ("model.json", "index.html", ".hidden", "../outside"):
+        (site / name).write_text("{}")
+    (site / "link").symlink_to(tmp_path / "outside")
+    os.mkfifo(site / "pipe")
+    with site_server(site) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            port = server.server_port
+            assert [status(port, path) for path in ("/", "/model.json", "/index.html?x=1")] == [200] * 3
+            refused = ["/folder", "/folder/", "/.hidden", "/link", "/pipe", "/../outside", "/%2e%2e/outside", "/none"]
+            assert {path: status(port, path) for path in refused} == dict.fromkeys(refused, 404)
+            assert [status(port, "/", host) for host in ("localhost", "attacker.example")] == [200, 403]
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_modules_are_served_as_such(tmp_path: Path) -> None:

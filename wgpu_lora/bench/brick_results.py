@@ -14,6 +14,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.json_files import parse_object, to_json
 from wgpu_lora.locks import locked, unwritable
+from wgpu_lora.paths import open_file
 from wgpu_lora.track.run_log import git_state
 from wgpu_lora.train.run.training_log import environment
 from wgpu_lora.typed_json import typed
@@ -158,7 +159,8 @@ def read_lines(path: str | Path, versions: Mapping[str, str]) -> tuple[str, Head
     """
     cure = "give a file that 'wgpu-lora bench --json' wrote"
     try:
-        texts = [line for line in Path(path).read_bytes().splitlines() if line.strip()]
+        with open_file(path) as file:
+            texts = [line for line in file.read().splitlines() if line.strip()]
     except OSError as error:
         raise UserError(f"The result file {path} cannot be read: {error.strerror}.") from None
     if not texts:

@@ -41,6 +41,7 @@ from wgpu_lora.cli.worker import worker
 from wgpu_lora.errors import DeviceWarning, RolloutWarning, TrackingWarning, UserError
 from wgpu_lora.gpu.device_errors import report_native_abort
 from wgpu_lora.names.spelling import COMMAND_LINE, naming
+from wgpu_lora.paths import working_folder
 from wgpu_lora.signals import on_end_signal, repeat_discarded_interrupts
 from wgpu_lora.text import escape_unprintable
 
@@ -145,6 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report_native_abort(),
             long_work_shown(),
         ):
+            working_folder()  # while it is there
             code = _commands()(list(arguments), prog_name="wgpu-lora", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()

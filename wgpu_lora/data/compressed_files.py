@@ -52,8 +52,7 @@ def opened(path: Path, raw: bool = False) -> Iterator[IO[bytes]]:
                 yield file
                 return
             file.seek(0)
-            size = path.stat().st_size
-            with gzip.open(file) as inner, io.BufferedReader(_Bounded(inner, size, path)) as bounded:
+            with gzip.open(file) as inner, io.BufferedReader(_Bounded(inner, Growth(path))) as bounded:
                 yield cast(IO[bytes], bounded)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path} cannot be decompressed ({error}); the file is damaged or truncated.") from error
@@ -63,21 +62,32 @@ def opened(path: Path, raw: bool = False) -> Iterator[IO[bytes]]:
         _open.pop(path, None)
 
 
+class Growth:
+    """Bounds what a file is expanded to, by what has been read of it so far."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._remaining_bytes = path, max(MIN_GROWN, MAX_GROWTH * path.stat().st_size)
+
+    def add(self, count: int) -> None:
+        """Count bytes that were read. Raises UserError if there were too many."""
+        self._remaining_bytes -= count
+        if self._remaining_bytes < 0:
+            raise UserError(
+                f"{self._path} expands to more than {MAX_GROWTH} times its size; if that is right, write it without "
+                "compression."
+            )
+
+
 class _Bounded(io.RawIOBase):
     """The contents of a gzipped file, with a limit on their size."""
 
-    def __init__(self, inner: gzip.GzipFile, size: int, path: Path) -> None:
-        self._inner, self._path = inner, path
-        self._remaining_bytes = max(MIN_GROWN, MAX_GROWTH * size)
+    def __init__(self, inner: gzip.GzipFile, growth: Growth) -> None:
+        self._inner, self._growth = inner, growth
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         count = self._inner.readinto(buffer)
-        self._remaining_bytes -= count
-        if self._remaining_bytes < 0:
-            raise UserError(
-                f"{self._path} expands to more than {MAX_GROWTH} times its size; if that is right, decompress it first."
-            )
+        self._growth.add(count)
         return count

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data.compressed_files import MAX_GROWTH, MIN_GROWN, opened
+from wgpu_lora.data.compressed_files import Growth, opened
 from wgpu_lora.data.json_rows import MAX_LINE, too_long
 from wgpu_lora.data.json_values import dense
 from wgpu_lora.data.row_formats import RowFormats
@@ -16,7 +16,7 @@ from wgpu_lora.installation import pip_line
 
 BATCH = 64  # rows decoded together
 MAX_BATCH = MAX_LINE  # bytes; rows of a larger batch are decoded one by one
-MAX_VALUES_A_BYTE = 64  # that a file may claim; equal values compress well, but not without limit
+ROW_BYTES, VALUE_BYTES = 64, 8  # that a row, and a value, count for at least
 
 
 def read_parquet(path: Path, formats: RowFormats[Any]) -> Rows:
@@ -37,22 +37,16 @@ def read_parquet(path: Path, formats: RowFormats[Any]) -> Rows:
             texts = sorted({chunk.path_in_schema for chunk in chunks if chunk.physical_type == "BYTE_ARRAY"})
             file = parquet.ParquetFile(source, read_dictionary=texts)
             check_columns(file.schema_arrow.names, str(path), formats)
-            yield from rows_of(file.iter_batches(BATCH), decoded=True)
+            yield from rows_of(file.iter_batches(BATCH), Growth(path))
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
             raise UserError(f"{path} cannot be read as Parquet ({_first_line(error)}): write it again.") from error
 
 
 def _checked_chunks(path: Path, metadata: Any) -> list[Any]:
     """The column chunks of a file. Raises UserError if it states more than a file of its size can hold."""
-    size, groups = path.stat().st_size, map(metadata.row_group, range(metadata.num_row_groups))
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
     chunks = [group.column(i) for group in groups for i in range(metadata.num_columns)]
-    values = max([metadata.num_rows, sum(chunk.num_values for chunk in chunks)])
-    if values > MAX_VALUES_A_BYTE * size:
-        raise UserError(f"{path} claims {values:,} values in {size:,} bytes, so it is damaged: write it again.")
-    if sum(chunk.total_uncompressed_size for chunk in chunks) > max(MIN_GROWN, MAX_GROWTH * size):
-        raise UserError(
-            f"{path} expands to more than {MAX_GROWTH} times its size; if that is right, write it without compression."
-        )
+    Growth(path).add(sum(max(chunk.total_uncompressed_size, VALUE_BYTES * chunk.num_values) for chunk in chunks))
     if not metadata.num_rows:
         raise NoRowsError(f"{path} is empty; at least one row is needed.")
     return chunks
@@ -68,20 +62,22 @@ def check_columns(names: list[str], where: str, formats: RowFormats[Any]) -> Non
         raise UserError(f"{where}: two columns have the same name; rename one.")
 
 
-def rows_of(batches: Iterator[Any], decoded: bool = False) -> Rows:
+def rows_of(batches: Iterator[Any], growth: Growth | None = None) -> Rows:
     """Yield the rows of Arrow tables or batches, which are validated first, since their bytes are untrusted.
 
-    decoded: whether the Parquet reader made them, which checks all but texts; these are checked as they are used.
+    growth: of the Parquet file that they are of, whose reader checks all but texts; these are checked as they are used.
     """
     number = 0
     for batch in batches:
-        batch.validate(full=not decoded)  # in full, a growing dictionary would be read again for every batch
+        batch.validate(full=growth is None)  # in full, a growing dictionary would be read again for every batch
         one_by_one = _decoded_bytes(batch) > MAX_BATCH
         for part in [batch.slice(i, 1) for i in range(batch.num_rows)] if one_by_one else [batch]:
             if _decoded_bytes(part) > MAX_BATCH:
                 number += 1
                 yield RowPlace("row", number), too_long()
                 continue
+            if growth:
+                growth.add(max(_decoded_bytes(part), ROW_BYTES * part.num_rows))
             for row in part.to_pylist():
                 number += 1
                 yield RowPlace("row", number), {key: dense(value) for key, value in row.items()}

@@ -6,6 +6,7 @@ import ast
 import difflib
 import re
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
 
@@ -20,6 +21,11 @@ OPTIONS_BY_ALIAS = {name: options for options, names in ALIASES.items() for name
 
 def aliases_of(valid_names: Collection[str]) -> dict[str, str]:
     """Aliases -> the options of a command, without names that are options of the command themselves."""
+    return _aliases_of(frozenset(valid_names))
+
+
+@lru_cache
+def _aliases_of(valid_names: frozenset[str]) -> dict[str, str]:
     result = {}
     for name, options in OPTIONS_BY_ALIAS.items():
         target = next((option for option in options if option in valid_names), None)

@@ -8,14 +8,16 @@ import inspect
 import json
 import math
 import os
+import queue
 import sys
+import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 from pydantic import TypeAdapter, ValidationError, validate_call
 
@@ -42,8 +44,10 @@ def main() -> None:
     functions: dict[str, Callable[..., Any]] = {}
     failed, loop = set[str](), asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    for line in source:
-        message = json.loads(line)
+    messages = queue.SimpleQueue[bytes]()
+    threading.Thread(target=_read, args=(source, messages), daemon=True).start()
+    while True:
+        message = json.loads(messages.get())
         try:
             if message["function"] not in functions:
                 functions[message["function"]] = load(message["function"])
@@ -59,6 +63,13 @@ def main() -> None:
             reply = {"error": f"{type(error).__name__}: {text:.300}" if text else type(error).__name__}
         sink.write(json.dumps({**reply, "number": message["number"]}).encode() + b"\n")
         sink.flush()
+
+
+def _read(source: IO[bytes], messages: queue.SimpleQueue[bytes]) -> None:
+    """Pass lines on to their end, which ends the process, also while a function runs: the parent is gone."""
+    for line in source:
+        messages.put(line)
+    os._exit(0)
 
 
 def load(name: str) -> Callable[..., Any]:

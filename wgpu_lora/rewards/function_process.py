@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from wgpu_lora.child_process import PATIENCE, ChildEnded, ChildProcess, module_command
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.rewards.function_child import FILE
+from wgpu_lora.text import escape_unprintable
 
 START = 60.0  # seconds to import a function's file
+LINE = 1 << 16  # bytes of a line that it prints, of which the rest follows on others
 CHILD = "wgpu_lora.rewards.function_child"
 
 
@@ -56,7 +62,9 @@ class FunctionProcess:
         self._number += 1
         try:
             if self._child is None:
-                self._child = ChildProcess(module_command(CHILD), stderr=2)
+                self._child = ChildProcess(module_command(CHILD), stderr=subprocess.PIPE)
+                self._relay = threading.Thread(target=_relay, args=(self._child.popen.stderr,), daemon=True)
+                self._relay.start()
             with self._child.within(seconds / PATIENCE):
                 self._child.send({**message, "number": self._number})
                 reply: dict[str, Any] = self._child.receive()
@@ -71,6 +79,15 @@ class FunctionProcess:
         if self._child:
             self._child.end()
             self._child = None
+            self._relay.join(1.0)  # what the functions have started may hold its pipe
+
+
+def _relay(printed: IO[bytes]) -> None:
+    """Pass on what functions print, without characters that would act on the terminal."""
+    with printed, suppress(OSError):
+        while line := printed.readline(LINE):
+            text = escape_unprintable(line.decode("utf-8", "backslashreplace").rstrip("\r\n"), keep="\t")
+            os.write(2, f"{text}\n".encode())
 
 
 def function_list(parts: Iterable[str], option: str) -> list[str]:

@@ -21,6 +21,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import parse_object, read_bytes, to_json
 from wgpu_lora.locks import lock_file
 from wgpu_lora.names.choices import RUN_STATUSES
+from wgpu_lora.paths import working_folder
 from wgpu_lora.process_identity import boot_id, host_id, process_start
 from wgpu_lora.track.secret_masking import masked
 from wgpu_lora.typed_json import typed
@@ -291,7 +292,7 @@ def git_state(folder: Path | None = None) -> Git | None:
 
     It is read from files, since git runs programs that the folder's .git/config names.
     """
-    place = folder or Path.cwd()
+    place = folder or working_folder()
     with suppress(UserError, OSError, StopIteration):
         git = next(path / ".git" for path in (place, *place.parents) if (path / ".git").exists())
         if git.is_file():  # a worktree or a submodule

@@ -12,6 +12,7 @@ from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.paths import working_folder
 from wgpu_lora.text import duration
 from wgpu_lora.track.run_log import FAILED, KILLED, RunEntry
 
@@ -49,8 +50,8 @@ def cells(entry: RunEntry) -> tuple[str, ...]:
 def place(path: str) -> str:
     """A path from the working folder, or the end of one outside of it."""
     result = Path(path)
-    if result.is_relative_to(Path.cwd()):
-        return str(result.relative_to(Path.cwd()))
+    if result.is_relative_to(working_folder()):
+        return str(result.relative_to(working_folder()))
     return str(Path(*result.parts[-2:])) if result.is_absolute() else path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from wgpu_lora.errors import TrackingWarning
+from wgpu_lora.paths import working_folder
 from wgpu_lora.track.run_log import (
     FAILED,
     FINISHED,
@@ -82,7 +82,7 @@ class Recording:
             name=name,
             recorded=RUNNING,
             command=list(sys.argv),
-            directory=os.getcwd(),
+            directory=str(working_folder()),
             process=Process.current(),
             **facts,
         )

@@ -23,7 +23,7 @@ from wgpu_lora.gpu.tiling import Capabilities
 from wgpu_lora.gpu.tuner import Tuner, tuning_enabled
 from wgpu_lora.gpu.tuning_cache import Choices
 from wgpu_lora.gpu.verdicts import verdicts_of
-from wgpu_lora.locks import check_output, lock_file
+from wgpu_lora.locks import check_output, lock_file, unlink_lock
 from wgpu_lora.memory_leases import budget_bytes, claim
 from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec
 from wgpu_lora.models.loaded_model import LoadedModel, declare_decoder, open_model
@@ -202,10 +202,10 @@ class Job(Generic[Record]):
 
 @contextmanager
 def locked(directory: Path, name: str = LOCK) -> Iterator[None]:
-    """Lock a directory against other processes, by a file of that name in it; it is created if missing, and removed
-    again if it stays empty."""
+    """Lock a directory against other processes, by a file of that name in it, which goes at the end. The directory is
+    created if missing, and removed again if it stays empty."""
     check_output(directory, flag("output"))
-    result = not directory.exists()
+    is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = lock_file(directory / name).lock
@@ -220,10 +220,10 @@ def locked(directory: Path, name: str = LOCK) -> Iterator[None]:
     try:
         yield
     finally:
+        unlink_lock(directory / name)
         lock.release()
-        if result and {p.name for p in directory.iterdir()} <= {name}:
-            with suppress(OSError):  # the run ended before it wrote anything
-                (directory / name).unlink(missing_ok=True)
+        if is_new:
+            with suppress(OSError):  # unless the run wrote something
                 directory.rmdir()
 
 

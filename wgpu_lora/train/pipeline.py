@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from wgpu_lora.events import Events
 from wgpu_lora.memory_leases import budget_bytes
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.paths import working_folder
 from wgpu_lora.track.trackers import check_libraries
 from wgpu_lora.train.adapter_tasks import AdapterTask, check_apart, named_apart, request_of
 from wgpu_lora.train.finetune import (
@@ -174,7 +174,7 @@ def prepare_pipeline(
         "options": replace(args, resume=False, overwrite=False).as_dict(),
         "schedule": schedule,
         "batch_tokens": tokens,
-        "directory": os.getcwd(),
+        "directory": str(working_folder()),
     }
     state.request = {**requested, "adapters": request_of(tasks, home)}
 

@@ -20,6 +20,20 @@ class _Handler(SimpleHTTPRequestHandler):
     # Browsers refuse modules of another type, and systems may say something else.
     extensions_map = SimpleHTTPRequestHandler.extensions_map | {".js": "text/javascript", ".mjs": "text/javascript"}
 
+    def send_head(self) -> Any:
+        """Send the headers of a regular file of the site; other paths, and other hosts' names for this one, are errors.
+
+        A page of another site, whose name leads here, could read the answers otherwise.
+        """
+        if self.headers.get("Host", HOST).partition(":")[0] not in (HOST, "localhost"):
+            return self.send_error(403)
+        root, path = Path(self.directory).resolve(), Path(self.translate_path(self.path))
+        path = path / "index.html" if path.is_dir() else path
+        hidden = any(part.startswith(".") for part in path.relative_to(self.directory).parts)
+        if hidden or not path.is_file() or not path.resolve().is_relative_to(root):
+            return self.send_error(404)
+        return super().send_head()
+
     def end_headers(self) -> None:
         self.send_header("Cache-Control", "no-cache")
         self.send_header("X-Content-Type-Options", "nosniff")

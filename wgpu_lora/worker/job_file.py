@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import MAX_JSON_BYTES, parse_object
 from wgpu_lora.names.aliases import real_names
+from wgpu_lora.paths import open_file
 from wgpu_lora.text import join_words
 from wgpu_lora.typed_json import read_as, typed
 from wgpu_lora.worker.job_kinds import KINDS, Kind
@@ -56,7 +56,7 @@ def _bytes(source: str, where: str) -> bytes:
             raise UserError("There is no standard input to read a job from: give a file.")
         return sys.stdin.buffer.read(MAX_JSON_BYTES + 1)
     try:
-        with Path(source).open("rb") as file:
+        with open_file(source) as file:
             return file.read(MAX_JSON_BYTES + 1)
     except (OSError, ValueError) as error:
         raise UserError(f"{where} cannot be read ({getattr(error, 'strerror', None) or error}).") from None

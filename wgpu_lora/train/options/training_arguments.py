@@ -14,6 +14,7 @@ from wgpu_lora.names.aliases import real_names, real_value
 from wgpu_lora.names.spelling import Naming, error_source, flag, setting
 from wgpu_lora.paths import is_path
 from wgpu_lora.tokenizer.chat_template import check_date, template_kwargs
+from wgpu_lora.track.secret_masking import masked
 from wgpu_lora.track.trackers import trackers_of
 from wgpu_lora.train.init_methods import check_initialisation
 from wgpu_lora.train.objectives import OBJECTIVES
@@ -99,6 +100,8 @@ class TrainingArguments(RewardOptions, DistillationOptions, PreferenceOptions, G
         objective = None if usual else OBJECTIVES[self.objective]
         for item in fields(self):
             check(item.name, getattr(self, item.name), item.metadata)
+        for name in ("goal", "notes"):  # here, so that no file, tracker or log has secrets of theirs
+            object.__setattr__(self, name, masked(getattr(self, name)))
         for name in PATHS:
             require(
                 is_path(getattr(self, name) or ""), name, "must be a path that is not too long", getattr(self, name)

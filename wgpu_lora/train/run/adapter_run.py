@@ -19,6 +19,7 @@ from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.formats.model_cards import CARD
 from wgpu_lora.json_files import parse_object, to_json
 from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.paths import working_folder
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.options.training_arguments import CHANGEABLE_ON_RESUME, LENGTH_OPTIONS, TrainingArguments
 from wgpu_lora.train.run import run_checkpoint, training_log
@@ -433,7 +434,7 @@ class AdapterRun:
             "options": self.args.as_dict(),
             "data": {"prompt_format": self.stream.prepared.prompt_format},
             **({"run": origin} if (origin := origin_of(self.directory)) else {}),
-            "directory": os.getcwd(),  # base of the relative paths in the options
+            "directory": str(working_folder()),  # base of the relative paths in the options
             "digests": {
                 "rows": self.stream.rows_digest(),
                 "data": self.stream.prepared.digest,

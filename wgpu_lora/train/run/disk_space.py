@@ -7,6 +7,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 
 from wgpu_lora.errors import StorageError
 from wgpu_lora.names.spelling import flag
@@ -65,5 +66,6 @@ def release(runs: Sequence[AdapterRun]) -> bool:
     """Remove the reserves; returns whether there was one."""
     result = [run.directory / RESERVE for run in runs if (run.directory / RESERVE).exists()]
     for path in result:
-        path.unlink()
+        with suppress(OSError):  # which would hide the error that this is called for
+            path.unlink()
     return bool(result)

@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,10 @@ class Log:
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(to_json(line) + "\n")
-        except OSError:
-            os.truncate(self.path, size)  # no part of a line, so that it can be written again
+        except OSError as error:
+            error.filename = str(self.path)
+            with suppress(OSError):
+                os.truncate(self.path, size)  # no part of a line, so that it can be written again
             raise
 
 
