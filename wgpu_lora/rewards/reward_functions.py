@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from statistics import fmean
 from typing import Any
 
@@ -107,11 +108,21 @@ class RewardFunctions:
 
 
 def _parts(functions: str) -> list[str]:
-    """What an option names, between commas other than those of a pattern of regex, which ends where a function does."""
+    """What an option names, between commas other than those of a pattern of regex, which ends where a function does.
+
+    Raises:
+        UserError: a part of a pattern is nearly the name of a function.
+    """
     result = list[str]()
     for part in functions.split(","):
-        is_function = FILE + ":" in part or part.strip().partition(":")[0] in BUILT_IN
+        name = part.strip().partition(":")[0]
+        is_function = FILE + ":" in part or name in BUILT_IN
         if result and not is_function and result[-1].lstrip().startswith("regex:"):
+            if similar := get_close_matches(name, BUILT_IN, 1, 0.8):
+                raise UserError(
+                    f"{flag(OPTION)} has {name!r:.80} behind a pattern of regex: write {similar[0]}, or put it into "
+                    "brackets if it belongs to the pattern."
+                )
             result[-1] += f",{part}"
         else:
             result.append(part)
