@@ -153,6 +153,7 @@ def test_wrong_names_are_refused(file: Path, tmp_path: Path) -> None:
         f"{file}:2x": r"'2x' is not the name of a function",
         "accuracy,accuracy": r"two functions named 'accuracy'",
         " ,": r"is empty",
+        "regex:a,acuracy:x": r"'acuracy' behind a pattern of regex: write accuracy",
     }.items():
         with pytest.raises(UserError, match=text):
             RewardFunctions(wrong)
@@ -166,7 +167,6 @@ def test_wrong_names_are_refused(file: Path, tmp_path: Path) -> None:
         f"{tmp_path}/invalid.py:f": r"cannot be loaded \(SyntaxError",
         "length": r"The reward length needs a number above 0",
         "regex:(": r"cannot be loaded",
-        "regex:a,acuracy:x": r"'acuracy' behind a pattern of regex: write accuracy",
     }.items():
         functions = RewardFunctions(wrong)
         with pytest.raises(UserError, match=text):
