@@ -65,9 +65,7 @@ class RunTracking(Tracking):
         entry, run = self.recording.entry, self.run
         name = entry.name + (f" {run.name}" if run.name else "")
         where = str(run.directory.resolve())
-        tracked = TrackedRun(
-            entry.id, name, where, self.group, run.args.notes, masked(entry.config), run.state.step
-        )
+        tracked = TrackedRun(entry.id, name, where, self.group, run.args.notes, masked(entry.config), run.state.step)
         self.trackers = [GuardedTracker(tracker, tracked) for tracker in trackers_of(run.args.report_to)]
 
     def hardware(self) -> dict[str, float]:
