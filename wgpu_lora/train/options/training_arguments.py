@@ -101,7 +101,8 @@ class TrainingArguments(RewardOptions, DistillationOptions, PreferenceOptions, G
         for item in fields(self):
             check(item.name, getattr(self, item.name), item.metadata)
         for name in ("goal", "notes"):  # here, so that no file, tracker or log has secrets of theirs
-            object.__setattr__(self, name, masked(getattr(self, name)))
+            if getattr(self, name):
+                object.__setattr__(self, name, masked(getattr(self, name)))
         for name in PATHS:
             require(
                 is_path(getattr(self, name) or ""), name, "must be a path that is not too long", getattr(self, name)
