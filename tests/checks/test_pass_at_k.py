@@ -135,7 +135,7 @@ def test_samples_are_checked_and_counted(tmp_path: Path, monkeypatch: pytest.Mon
         has_chat_template = False
 
     monkeypatch.setattr(samples, "answer_slots", answer)
-    monkeypatch.setattr(samples, "tokenizer_of", lambda model: Tokens())
+    monkeypatch.setattr(samples, "tokenizer_of", lambda model, adapter: Tokens())
     problems = read_problems(file_source(write_jsonl(tmp_path / "rows.jsonl", OWN, HUMAN)))
     warm = GenerationOptions(temperature=1.0, seed=3)
     slots = {"base": None, "a": 0}

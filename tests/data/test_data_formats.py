@@ -132,8 +132,7 @@ def test_what_is_made_of_messages():
     example = parse_example({"messages": messages, "tools": '[{"name": "f"}]'})
     assert isinstance(example, Conversation)
     assert example.messages[0]["content"] == "one two"
-    assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    assert CALL["function"]["arguments"] == '{"a": 1}', "the row itself is left alone"
+    assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
     assert example.trained == {1, 4}
     assert example.tools == [{"name": "f"}]
 
@@ -156,7 +155,7 @@ def test_what_is_made_of_messages():
         ({"instruction": "a", "Answer": "b"}, "; rename 'Answer' to 'output'"),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c"},
-            "; these are preferences; rename 'chosen' to 'completion' to train on the chosen",
+            "; these are preferences; rename 'chosen' to 'completion' and remove 'rejected' to train on the chosen",
         ),
         ({"messages": [{"role": ["user"], "content": ""}]}, "has the role"),
         ({"messages": [{"role": "user"}]}, "has null for content"),
