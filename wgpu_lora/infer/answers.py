@@ -60,7 +60,8 @@ def tokenizer_of(model: LoadedModel, adapter: str | Path | None = None) -> Token
 
 def notes_for(model: LoadedModel, adapters: Iterable[str | Path]) -> list[str]:
     """Sentences for the user about weights that are rounded again, and about adapters with other tokenizers."""
-    own = [directory for directory in adapters if tokenizer_of(model, directory) is not model.tokenizer]
+    base = model.tokenizer  # rows may be tokens, which need none
+    own = [directory for directory in adapters if base and tokenizer_of(model, directory) is not base]
     return [*model.rounding, *map(OWN_TOKENIZER.format, own)]
 
 
