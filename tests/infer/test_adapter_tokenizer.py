@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import httpx
@@ -22,7 +23,7 @@ from wgpu_lora.infer.answers import notes_for, tokenizer_of
 from wgpu_lora.infer.chat import Chat
 from wgpu_lora.infer.generation_options import GenerationOptions
 from wgpu_lora.models.model_files import read_model
-from wgpu_lora.tokenizer.tokenizer_files import write_tokenizer
+from wgpu_lora.tokenizer.tokenizer_files import tokenizer_files, write_tokenizer
 
 TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}"
 OWN = "{% for m in messages %}w7 w8 {{ m.content }} {% endfor %}"
@@ -64,7 +65,7 @@ def test_every_file_of_a_template_is_read(tmp_path: Path, kind: str) -> None:
 def test_what_a_run_leaves_beside_an_adapter_is_the_models(place: Path) -> None:
     base = Tokenizer.load(place / "model")
     assert base
-    write_tokenizer(place / "a", place / "model", base)
+    write_tokenizer(place / "a", tokenizer_files(place / "model", base))
     assert (place / "a" / "tokenizer.json").exists()
     assert base.for_adapter(place / "a") is base
     document = json.loads((place / "a" / "tokenizer.json").read_text())
@@ -105,6 +106,13 @@ def test_answers_are_worded_for_each_adapter(place: Path, capsys: pytest.Capture
             texts[name] += piece
         assert texts["b"] == wgpu_lora.generate(model, "w3", adapter=adapters["b"], **options)
         assert texts["base"] == wgpu_lora.generate(model, "w3", **options)
+        (place / "c").mkdir()
+        for path in (place / "b").iterdir():
+            shutil.copy(path, place / "c")
+        chat.add("c", place / "c")
+        chat.select(["c"])
+        assert "".join(piece for _, piece in chat.ask("w3")).strip()
+        assert chat.tokenizer.render([{"role": "user", "content": "w3"}]) == "w7 w8 w3 "
     model.unload()
     assert main(["generate", *flags(model=place / "model", adapter=place / "b", prompt="w3", max_new_tokens=2)]) == 0
     assert NOTE in capsys.readouterr().err

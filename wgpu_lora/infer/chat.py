@@ -184,6 +184,7 @@ class Chat:
         if name in self.adapters:
             raise UserError(f"An adapter '{name}' is already loaded ({self.adapters[name]}): name this one NAME=DIR.")
         read_adapter_for(self.model.config, directory)
+        self.tokenizers[name] = tokenizer_of(self.model, directory)
         before = self.adapters
         self.adapters = {**before, name: directory}
         self.close()
