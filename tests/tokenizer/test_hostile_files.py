@@ -256,7 +256,9 @@ def test_none_is_left_behind() -> None:
 
 def test_it_ends_with_a_parent_that_is_killed() -> None:
     code = "from support.children import start_and_die; start_and_die()"
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=TESTS)
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}  # children take nothing from the current folder
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, capture_output=True, text=True, check=False, cwd=TESTS.parent, env=environment)
     assert process.returncode == -signal.SIGKILL
     assert has_ended(int(process.stdout))
 

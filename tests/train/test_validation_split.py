@@ -156,6 +156,8 @@ def test_what_is_missing_is_named_with_the_formats(tmp_path: Path, name: str) ->
     assert f"{named}; rename 'question' to 'prompt'." in refusal(path, Labelled())
     path = write_source(path, [{"question": "a", "chosen": "b", "rejected": "c"}])
     readers = " or ".join(f"objective='{name}'" for name in PAIRWISE)
+    assert f"'chosen', 'rejected', {NEEDED}; rename 'question' to 'prompt'." in refusal(path, Preferences())
+    path = write_source(path, [{"chosen": "a b", "rejected": "a c"}])
     assert f"'chosen', 'rejected', {NEEDED}; use {readers} for such rows." in refusal(path, Preferences())
     message = refusal(write_source(path, [{"prompt": "a", "label": "true"}]), Labelled())
     assert "'prompt', 'label', but the format needs prompt, completion and label." in message.replace(
@@ -172,13 +174,14 @@ def registered() -> Iterator[None]:
 
 def test_rows_of_another_objective(tmp_path: Path, registered: None, capsys: pytest.CaptureFixture[str]) -> None:
     """The error names the objectives that read them, as the caller would give the option."""
-    path = write_source(tmp_path / "a.parquet", PAIRS_OF_TEXTS)
+    rows = [{name: value for name, value in row.items() if name != "weight"} for row in PAIRS_OF_TEXTS]
+    path = write_source(tmp_path / "a.parquet", rows)
     readers = [*PAIRWISE, "preferences"]
     objectives_text = " or ".join(f"objective='{name}'" for name in readers)
     assert f"; use {objectives_text} for such rows." in refusal(path, SFT())
-    objectives = "objective='sft' or objective='kto' or objective='labelled'"
+    objectives = "objective='kto' or objective='labelled'"  # sft would train on undesirable answers
     assert f"; use {objectives} for such rows." in refusal(python_source(LABELS), Preferences())
-    path = write_source(tmp_path / "a.csv", PAIRS_OF_TEXTS)
+    path = write_source(tmp_path / "a.csv", rows)
     assert main(["plan", "--model", "tests/fixtures/models/qwen2", "--data", str(path)]) == 2
     objectives_text = " or ".join(f"--objective {name}" for name in readers)
     assert f"; use {objectives_text} for such rows." in capsys.readouterr().err
