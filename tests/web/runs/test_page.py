@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import tokenizers as huggingface
-from safetensors.numpy import load
+from safetensors import numpy as safetensors
 from support import ROOT, tokenizers
 from support.browser import Browser, browser, served
 
@@ -144,7 +144,9 @@ def test_the_numbers_are_those_of_a_native_run(trained: Trained, tmp_path: Path)
     assert len(trained.losses) == STEPS
     assert trained.heldout[1] == native.result["heldout"] < trained.heldout[0]
     assert trained.files[CONFIG] == native.file(CONFIG)
-    page, run = load(trained.files[WEIGHTS]), load(native.file(WEIGHTS))  # whose file has digests, too
+    page, run = (
+        safetensors.load(data) for data in (trained.files[WEIGHTS], native.file(WEIGHTS))
+    )  # whose file has digests, too
     assert {name: values.tobytes() for name, values in page.items()} == {
         name: values.tobytes() for name, values in run.items()
     }
