@@ -39,8 +39,8 @@ export class Text {
   // Token ids. Throws PageError at a character of which the page's tokenizer makes others than the model's own.
   encode(text) {
     for (const character of text) {
-      const block = character.codePointAt(0) >> 8;
-      if (!this.blocks.has(block)) this.blocks.set(block, digest(this.ids(blockText(block))) === this.facts.blocks[block]);
+      const block = character.codePointAt(0) >> 4, expected = this.facts.blocks.slice(8 * block, 8 * block + 8);
+      if (!this.blocks.has(block)) this.blocks.set(block, digest(this.ids(blockText(block))) === expected);
       if (!this.blocks.get(block))
         throw new PageError(`the page's tokenizer differs from the model's own at characters like "${character}"; train with wgpu-lora finetune`);
     }
@@ -139,12 +139,12 @@ function marked(source) {
   return [mark("generation", BEGIN), mark("endgeneration", END)].reduce((text, [tag, by]) => text.replace(tag, by), source);
 }
 
-// A polynomial of token ids, modulo 2^32.
-const digest = (ids) => ids.reduce((hash, id) => (Math.imul(hash, 0x01000193) + id + 1) >>> 0, 0);
+// A polynomial of token ids, modulo 2^32, in hexadecimal digits.
+const digest = (ids) => ids.reduce((hash, id) => (Math.imul(hash, 0x01000193) + id + 1) >>> 0, 0).toString(16).padStart(8, "0");
 
-// Every character of a block of 256 code points, beside itself, a letter, a digit and a space.
+// Every character of a block of 16 code points, beside itself, a letter, a digit and a space.
 function blockText(block) {
-  const points = Array.from({ length: 256 }, (_, i) => (block << 8) + i).filter((point) => point < 0xd800 || point > 0xdfff);
+  const points = Array.from({ length: 16 }, (_, i) => (block << 4) + i).filter((point) => point < 0xd800 || point > 0xdfff);
   return points.map((point) => String.fromCodePoint(point)).map((c) => `${c}${c}a${c}1 ${c}`).join("");
 }
 

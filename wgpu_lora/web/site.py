@@ -60,7 +60,7 @@ CONVERSATIONS = (
     ),
     [{"role": "system", "content": " s\n"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
 )  # fmt: skip
-LAST_BLOCK = 0x324  # of 256 code points: those of letters; above are unassigned and private ones
+LAST_BLOCK = 0x3240  # of 16 code points: those of letters; above are unassigned and private ones
 
 
 @dataclass(frozen=True)
@@ -331,14 +331,15 @@ def _renderings(tokenizer: Tokenizer) -> list[tuple[list[dict[str, str]], bool, 
     return result
 
 
-def block_digests(tokenizer: Tokenizer) -> list[int]:
-    """A digest of the ids of each block's characters."""
-    return [_digest(ids) for ids in tokenizer.encode_all([_block_text(block) for block in range(LAST_BLOCK)])]
+def block_digests(tokenizer: Tokenizer) -> str:
+    """A digest of the ids of each block's characters, eight hexadecimal digits each."""
+    ids_of_blocks = tokenizer.encode_all([_block_text(block) for block in range(LAST_BLOCK)])
+    return "".join(f"{_digest(ids):08x}" for ids in ids_of_blocks)
 
 
 def _block_text(block: int) -> str:
-    """Every character of a block of 256 code points, beside itself, a letter, a digit and a space."""
-    points = range(block << 8, (block + 1) << 8)
+    """Every character of a block of 16 code points, beside itself, a letter, a digit and a space."""
+    points = range(block << 4, (block + 1) << 4)
     return "".join("{0}{0}a{0}1 {0}".format(chr(point)) for point in points if not 0xD800 <= point <= 0xDFFF)
 
 

@@ -49,7 +49,7 @@ block_digests = web_site.block_digests
 
 
 @cache
-def blocks_of(document: str) -> list[int]:
+def blocks_of(document: str) -> str:
     return block_digests(Tokenizer(huggingface.Tokenizer.from_str(document)))
 
 
@@ -356,19 +356,30 @@ def test_templates_that_the_page_renders_otherwise_are_refused(trained: Trained,
         assert ("leaves out a part of message 1" in thinking) == ("split" in answer)
 
 
-def test_characters_that_the_page_tokenises_otherwise_are_refused(trained: Trained) -> None:
-    document = tokenizers.document("starcoder, smollm")
-    tokenizer = Tokenizer(huggingface.Tokenizer.from_str(json.dumps(document)))
-    texts = ["plain 12 text", "\u0661\u0662 a", "\u096a\u0968 b", "\u00bd \u2460", "\U0001d7d9 c", "\u65e5\u672c\u8a9e"]
+def test_characters_that_the_page_tokenises_otherwise_are_refused(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other characters, also those of the blocks beside theirs, have the ids of the package."""
+    tokenizer = Tokenizer.load(DEMO_MODEL)
+    assert tokenizer
+    digests, place = blocks_of(tokenizer.files()["tokenizer.json"]), 8 * (ord("\u00e9") >> 4)
+    monkeypatch.setattr(web_site, "block_digests", lambda tokenizer: f"{digests[:place]}ffffffff{digests[place + 8 :]}")
+    texts = [
+        "plain 12 text",
+        "\u00d8l \u00ab\u00a7\u00bb",
+        "caf\u00e9",
+        "\u0661\u0662 a",
+        "\u00bd \u2460",
+        "\u65e5\u672c",
+    ]
     results = told(trained.page, [{"text": text} for text in texts], tokenizer)
-    assert not isinstance(results[0], str)
     for text, result in zip(texts, results, strict=True):
         if isinstance(result, str):
             assert "the page's tokenizer differs from the model's own at characters like" in result
         else:
             [expected] = tokenize_example(parse_example({"text": text}), tokenizer)
             assert result == [*expected], text
-    assert any(isinstance(result, str) for result in results)
+    assert [isinstance(result, str) for result in results[:3]] == [False, False, True]
 
 
 TEXTS = ["the the  the", "a  b\n\n c", "I'll they've 1 22 333 4444", '{"name": "Anna"}', "x<s>y</s> z", " lead",
@@ -381,7 +392,7 @@ def test_other_tokenizers(trained: Trained, monkeypatch: pytest.MonkeyPatch, nam
     """The page gives the ids of the model's own tokenizer, or says that it does not."""
     document = tokenizers.document(name)
     tokenizer = Tokenizer(huggingface.Tokenizer.from_str(json.dumps(document)))
-    monkeypatch.setattr(web_site, "block_digests", lambda tokenizer: [])
+    monkeypatch.setattr(web_site, "block_digests", lambda tokenizer: "")
     tokens = trained.page.evaluate(
         "const { Text } = await import('./rows.js'), { Tokenizer } = await import('./vendor/tokenizers.mjs');"
         f"const facts = {json.dumps(tokenizer_facts(tokenizer))};"
