@@ -140,7 +140,7 @@ def test_a_killed_controller_goes_on_and_results_go_to_the_shared_folder(lab: La
 
 def test_a_hanging_actor_costs_the_steps_since_the_last_checkpoint(lab: Lab, tmp_path: Path) -> None:
     last = 500  # 8 seconds: the run must not end before the signal arrives
-    lab.submit("lost", [task("one", tmp_path, max_steps=last, num_train_epochs=1000, logging_steps=1)])
+    lab.submit("lost", [task("one", tmp_path, max_steps=last, num_train_epochs=1000, logging_steps=1, save_steps=100)])
     lab.until("lost", lambda tasks: tasks[0].progress.step > 4)
     os.kill(lab.actor_pid("lost", "one"), signal.SIGSTOP)
     (view,) = lab.over("lost")
