@@ -125,12 +125,16 @@ def _control_token(example: Example, tokenizer: Tokenizer) -> str | None:
     Texts may begin and end with one, as those do that were rendered with a chat template.
     """
     texts = texts_of(example)
+    whole = "\0".join(texts)
+    begins = {token[0] for token in tokenizer.special_texts}
+    if not any(character in whole for character in begins):  # a model may have thousands of them
+        return None
+    tokens = [token for token in tokenizer.special_texts if token in whole]
     if isinstance(example, Completion | Text):
         texts = ["".join(texts).strip()]
-        for token in tokenizer.special_texts:
+        for token in tokens:
             texts = [texts[0].removeprefix(token).removesuffix(token)]
-    tokens = [token for token in tokenizer.special_texts if not MARKER.fullmatch(token)]
-    return next((token for token in tokens for text in texts if token in text), None)
+    return next((token for token in tokens for text in texts if token in text and not MARKER.fullmatch(token)), None)
 
 
 def _of_text(
