@@ -128,9 +128,9 @@ def results(entry: RunEntry) -> dict[str, str]:
     better = losses.improvement
     return {"status": entry.status} | _known_values(
         {
-            f"{losses.of} loss, initial": losses.initial,
-            f"{losses.of} loss, best": losses.best,
-            f"{losses.of} loss, final": losses.final,
+            f"{losses.label}, initial": losses.initial,
+            f"{losses.label}, best": losses.best,
+            f"{losses.label}, final": losses.final,
             "improvement": None if better is None else f"{better:+.2f}%",
             "time": None if entry.seconds is None else duration(entry.seconds, 1),
             "steps": entry.steps,
