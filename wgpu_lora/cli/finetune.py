@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.cli.console import OFTEN, Bar, console, is_terminal, line
+from wgpu_lora.cli.console import FEWEST, OF_ADAPTERS, OFTEN, Bar, console, is_terminal, line, next_commands
 from wgpu_lora.cli.parameters import choice, refuse_unused
-from wgpu_lora.cli.run_summary import CURES, OF_ADAPTERS, describe, describe_answers, losses, next_commands
+from wgpu_lora.cli.run_summary import CURES, describe, describe_answers, losses
 from wgpu_lora.cli.training_progress import StartupProgress, Trend, hardware
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, StepResult
@@ -212,7 +212,7 @@ class TrainingProgress(StartupProgress):
 
     def _remaining(self, result: StepResult) -> str:
         """The estimated time of the remaining steps, from the last ones."""
-        if not self._recent or result.step >= result.total_steps:
+        if len(self._recent) < FEWEST or result.step >= result.total_steps:
             return ""
         step_seconds = fmean(training_steps([(trained, seconds) for trained, _, seconds in self._recent]))
         return f"  {duration(step_seconds * (result.total_steps - result.step))} left"

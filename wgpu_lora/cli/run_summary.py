@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from wgpu_lora.cli.console import Bar, TensorBar, line
 from wgpu_lora.cli.training_progress import describe_tuning
 from wgpu_lora.errors import UserError
-from wgpu_lora.installation import program
 from wgpu_lora.names.spelling import naming, with_renamed_options
 from wgpu_lora.text import count_noun, join_words
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES
@@ -189,20 +187,6 @@ def losses(directory: Path, trained: float | None, before: float | None, heldout
     return [*([] if first_and_last(lines, "reward") else texts), *achievements(lines)]
 
 
-def next_commands(place: Path | str, commands: Sequence[str]) -> None:
-    """What to do next with an adapter or a model, a command a line."""
-    label = "next"
-    for command in commands:
-        line(label, command.format(program=program(), place=shlex.quote(str(place))), whole=True)
-        label = ""
-
-
-OF_ADAPTERS = (
-    "{program} chat --adapter {place}",
-    "{program} serve --lora-modules {place}",
-    "{program} export gguf --adapter {place} --output adapted.gguf && llama-cli -m adapted.gguf",
-)
-OF_MODELS = ("{program} chat --model {place}", "{program} serve --model {place}")
 SHOWN = 3  # answers beside the rows' own
 
 
