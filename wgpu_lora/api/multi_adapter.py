@@ -104,5 +104,10 @@ class MultiAdapterPipeline:
         receivers = listeners("train()", events, before, callback)
         if before:
             raise TypeError(f"train() got an unexpected keyword argument {next(iter(before))!r}")
+        start = {f"{run.name}: {text}" for run in self.job.runs for text in run.start_warnings}
         with Bars(progress_bar) as bars:
-            return self.job.train(EventForwarder(bars, *receivers))
+            record = self.job.train(EventForwarder(bars, *receivers))
+        for text in record.warnings:
+            if text not in start:
+                warnings.warn(text, TrainingWarning, stacklevel=2)
+        return record

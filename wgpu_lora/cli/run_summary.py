@@ -195,22 +195,27 @@ def describe_answers(job: FinetuneJob, record: RunRecord, count: int) -> None:
 
     count: rows that are answered; 0 for none.
     """
-    from wgpu_lora.infer.exact_match import compared
+    from wgpu_lora.infer.exact_match import compared, split_row
 
-    heldout, run = job.run.heldout, job.run
-    objective = run.stream.objective
-    examples = objective.unit == "token" and objective.rows_per_sample == 1 and not objective.samples
+    heldout, model, objective = job.run.heldout, job.session.model, job.run.stream.objective
+    examples = objective.unit == "token" and objective.rows_per_sample == 1 and model.tokenizer
     if not (count and heldout and examples and record.options.train != "quant-scales"):
+        return
+    rows = [row for row in heldout.rows[:count] if split_row(row)]
+    if not rows:
         return
     try:
         with Bar("answering held-out rows", None) as bar:
-            result = compared(job.session.model, heldout.rows[:count], record.directory, events=AnswerBar(bar))
+            result = compared(model, rows, record.directory, events=AnswerBar(bar))
     except UserError as error:
         line("answers", f"none: {error}")
         return
     equal = sum(comparison.matches for comparison in result)
-    rows = count_noun(len(result), "held-out row")
-    line("answers", f"to {equal:,} of {rows}, the greedy answer equals the row's own; 'evaluate --exact-match' has all")
+    line(
+        "answers",
+        f"to {equal:,} of {count_noun(len(result), 'held-out row')}, the greedy answer equals the row's own; "
+        "'evaluate --exact-match' compares all rows, or a part of each answer",
+    )
     show_comparisons(result[:SHOWN])
 
 
