@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from wgpu_lora.api.call_arguments import Callback, listeners, path_as_text
 from wgpu_lora.api.notebook_progress import Bars
 from wgpu_lora.data import Source, split_python_rows
 from wgpu_lora.data.json_values import kind_of
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import TrainingWarning, UserError
 from wgpu_lora.events import EventForwarder, Events
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.train.adapter_tasks import AdapterTask, task_of

@@ -88,6 +88,8 @@ class Chat:
     def introduction(self) -> list[str]:
         """Who answers, then notes for the user."""
         result = [f"{self.model.name}, answered by {join_words([*self.lanes])}."]
+        if self.model.name == "demo" and BASE in self.lanes:
+            result.append("[the demo's model writes small Python functions over lists of integers, and nothing else]")
         if not self.templated:
             why = "The adapter was trained so" if self.tokenizer.has_chat_template else "The model has no chat template"
             wording = "in Alpaca's wording" if self.prompt_format == "alpaca" else "as plain text"
