@@ -11,9 +11,12 @@ import pytest
 from support.cli import Run
 
 import wgpu_lora
+from wgpu_lora.cli.run_summary import losses
 from wgpu_lora.data import Row
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import StepResult
 from wgpu_lora.infer.exact_match import Match, compared, split_row
+from wgpu_lora.track.run_log import HELD_OUT, REWARD, Losses
 from wgpu_lora.train.run.run_outcome import end_warnings, first_and_last
 from wgpu_lora.train.run.run_state import RunState
 
@@ -94,9 +97,9 @@ def test_warnings_at_the_end() -> None:
     falls, rises = [{"loss": 3.0 - i} for i in range(3)], [{"loss": 3.0 + i} for i in range(3)]
     assert warnings(falls) == []
     assert "training loss rose from 3.0000 to 5.0000" in warnings(rises)[0]
-    losses = {"first_eval_loss": 1.0, "last_eval_loss": 2.0, "best_eval_loss": 0.5, "best_step": 7}
-    assert "best/, the adapter after step 7" in warnings(rises, **losses)[0]
-    assert warnings(rises, **losses | {"last_eval_loss": 0.7}) == []  # held-out rows decide
+    held = {"first_eval_loss": 1.0, "last_eval_loss": 2.0, "best_eval_loss": 0.5, "best_step": 7}
+    assert "best/, the adapter after step 7" in warnings(rises, **held)[0]
+    assert warnings(rises, **held | {"last_eval_loss": 0.7}) == []  # held-out rows decide
     rewards = [{"loss": 1.0, "reward": value} for value in (0.9, 0.5, 0.1)]
     assert "reward fell from 0.9000 to 0.1000" in warnings(rewards, True)[0]
     assert warnings(rises, True) == []
@@ -106,6 +109,16 @@ def test_warnings_at_the_end() -> None:
 def test_ends_of_a_log_are_means() -> None:
     assert first_and_last([{"reward": float(i)} for i in range(30)], "reward") == (1.0, 28.0)
     assert first_and_last([{"reward": 1.0}, {"loss": 2.0}], "reward") is None
+
+
+def test_rewards_stand_for_the_loss(tmp_path: Path) -> None:
+    lines = [{"step": i, "epoch": 0.1, "loss": 0.5, "reward": i / 10, "eval_reward": i / 20} for i in range(1, 10)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert losses(tmp_path, 0.5, None, None) == ["reward 0.1000 to 0.9000", "held-out reward 0.4500"]
+    step = StepResult(1, 2, 0.5, 0.25, 1e-5, 1.0, 10, 1.0, None, metrics={"reward": 0.75, "entropy": 0.5})
+    assert (step.facts(" "), step.progress) == ("reward 0.7500 entropy 0.5000 lr 1.00e-05", 0.75)
+    assert Losses(REWARD, 0.5, 1.0, 0.75).improvement == 50
+    assert Losses(HELD_OUT, 0.5, 0.25, 0.25).improvement == 50
 
 
 def test_a_run_says_whether_it_worked(run: Run, tmp_path: Path) -> None:

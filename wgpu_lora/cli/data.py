@@ -10,7 +10,7 @@ import typer
 
 from wgpu_lora.cli import parameters
 from wgpu_lora.cli.command import Command, Group
-from wgpu_lora.cli.console import Bar, console, line, print_json, table
+from wgpu_lora.cli.console import Bar, console, line, next_commands, print_json, table
 from wgpu_lora.cli.parameters import Json, TrainingCommand, choice, training_options
 from wgpu_lora.cli.plan import PricePerHour, as_facts, show_projection
 from wgpu_lora.errors import UserError
@@ -349,4 +349,7 @@ def _print_prepared(report: dict[str, Any], output: Path) -> None:
     line(
         "rows",
         f"{rows['in']:,} in = {rows['out']:,} out + {rows['rejected']:,} rejected + {rows['duplicates']:,} duplicates",
+    )
+    next_commands(
+        output, ["{program} data show --data {place}", "{program} finetune --data {place} --output my-adapter"]
     )

@@ -301,6 +301,9 @@ def _train(args: TrainingArguments, tasks: list[AdapterTask], schedule: str, bat
         line("curves", str(job.home / CURVES))
     else:
         line("curves", f"not plotted: matplotlib is missing; {pip_line('plot')}")
+    if all(adapter.outcome in ("finished", "stopped early") for adapter in record.adapters):
+        adapters = " ".join(shlex.quote(f"{adapter.name}={adapter.checkpoint}") for adapter in record.adapters)
+        line("next", f"{program()} serve --lora-modules {adapters}", whole=True)
     return code
 
 

@@ -66,10 +66,11 @@ def base_of(adapter: str | Path) -> str | None:
     names none."""
     base = read_adapter(adapter)[0].base_model_name_or_path or None
     if base in PUBLIC.values():
-        with suppress(UserError):
-            options = read_json(Path(adapter) / "metadata.json").get("options")
-            model = options.get("model") if isinstance(options, dict) else None
-            return model if PUBLIC.get(str(model)) == base else base
+        for record in ("run.json", "metadata.json"):
+            with suppress(UserError):
+                options = read_json(Path(adapter) / record).get("options")
+                model = options.get("model") if isinstance(options, dict) else None
+                return model if PUBLIC.get(str(model)) == base else base
     return base
 
 
