@@ -94,13 +94,14 @@ def warnings(lines: list[dict[str, float]], samples: bool = False, held: Any = N
 
 
 def test_warnings_at_the_end() -> None:
-    falls, rises = [{"loss": 3.0 - i} for i in range(3)], [{"loss": 3.0 + i} for i in range(3)]
+    falls, rises = [{"loss": 13.0 - i} for i in range(12)], [{"loss": 3.0 + i} for i in range(12)]
+    assert warnings(rises[:3]) == []  # three steps tell nothing
     assert warnings(falls) == []
-    assert "training loss rose from 3.0000 to 5.0000" in warnings(rises)[0]
+    assert "training loss rose from 3.0000 to 14.0000" in warnings(rises)[0]
     held = {"first_eval_loss": 1.0, "last_eval_loss": 2.0, "best_eval_loss": 0.5, "best_step": 7}
     assert "best/, the adapter after step 7" in warnings(rises, **held)[0]
     assert warnings(rises, **held | {"last_eval_loss": 0.7}) == []  # held-out rows decide
-    rewards = [{"loss": 1.0, "reward": value} for value in (0.9, 0.5, 0.1)]
+    rewards = [{"loss": 1.0, "reward": value} for value in (0.9, *[0.5] * 9, 0.1)]
     assert "reward fell from 0.9000 to 0.1000" in warnings(rewards, True)[0]
     assert warnings(rises, True) == []
     assert "2 of 3 held-out rows are also trained on" in warnings(falls, held=Keys(2, 3, 4))[0]

@@ -46,8 +46,8 @@ def show_answers(answers: Mapping[str, Answer]) -> None:
 
 
 METRICS = {
-    "mean_token_accuracy": "token accuracy",
-    "exact_match": "exact match",
+    "mean_token_accuracy": "accuracy",
+    "exact_match": "matches",
     "rewards/accuracies": "rewards/accuracies",
     "rewards/margins": "rewards/margins",
 }  # that a table shows, and its columns

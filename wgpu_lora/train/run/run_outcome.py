@@ -19,6 +19,7 @@ from wgpu_lora.train.run.run_state import RunState
 from wgpu_lora.train.session.data_stream import DataStream
 
 FEW = 50  # total steps: with fewer, an adapter hardly changes
+FEWEST = 10  # lines of a log that tell whether a loss rose or a reward fell, and not only which rows a step had
 ENDS = 0.1  # of the lines of a log, whose mean is its first or last value
 Lines = Sequence[Mapping[str, Any]]
 
@@ -93,7 +94,7 @@ def end_warnings(
     """
     result, cure = [], f"lower {flag('learning_rate')}"
     first, last = state.first_eval_loss, state.trained_eval_loss
-    reward, loss = first_and_last(lines, "reward"), first_and_last(lines, "loss")
+    reward, loss = (first_and_last(lines, name) if len(lines) >= FEWEST else None for name in ("reward", "loss"))
     if samples:
         if reward and reward[1] < reward[0]:
             result.append("The reward fell from {:.4f} to {:.4f}: ".format(*reward) + f"{cure}.")
