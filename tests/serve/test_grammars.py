@@ -14,7 +14,7 @@ from openai import BadRequestError, OpenAI
 from support.serving import VOCAB, demo_tokenizer
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.serve.grammars import MAX_TEXT, Vocabulary, choice_grammar, grammar_source
+from wgpu_lora.serve.grammars import MAX_TEXT, Vocabulary, answer_form, choice_grammar
 from wgpu_lora.serve.schema import CompletionRequest
 
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -90,7 +90,14 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "unknown rule": {"guided_grammar": "start: other"},
     "no grammar": {"guided_grammar": "\0"},
     "types": {"guided_json": {"type": "nothing"}},
-    "unknown keyword": {"guided_json": {"not": {"type": "string"}}},
+    "nothing": {"guided_json": False},
+    "no list": {"guided_json": {"allOf": 5}},
+    "names": {
+        "guided_json": {
+            "$defs": {"a": {"properties": {f"k{i}": {} for i in range(2000)}}},
+            "anyOf": [{"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}] * 1000,
+        }
+    },
     "no json": {"guided_json": "{"},
     "dangling": {"guided_json": {"$ref": "#/$defs/none"}},
     "remote": {"guided_json": {"$ref": "https://example.org/schema.json"}},
@@ -147,7 +154,7 @@ def test_wasteful_grammars_end_in_bounded_time(client: OpenAI, name: str) -> Non
 def test_a_grammar_beyond_its_limits_allows_the_end_alone_and_says_so() -> None:
     tokenizer = demo_tokenizer()
     grammar = Vocabulary(tokenizer, VOCAB).compile(
-        grammar_source(CompletionRequest(prompt="", guided_regex="ab")) or ""
+        answer_form(CompletionRequest(prompt="", guided_regex="ab")).source or ""
     )
     words = np.zeros((VOCAB + 31) // 32, np.uint32)
     wrong = tokenizer.encode("z")[0]
@@ -161,7 +168,7 @@ def test_a_grammar_beyond_its_limits_allows_the_end_alone_and_says_so() -> None:
 def test_masks_allow_exactly_the_tokens_that_continue() -> None:
     tokenizer = demo_tokenizer()
     vocabulary = Vocabulary(tokenizer, VOCAB)
-    source = grammar_source(CompletionRequest(prompt="", guided_choice=["abc", "abd"]))
+    source = answer_form(CompletionRequest(prompt="", guided_choice=["abc", "abd"])).source
     grammar = vocabulary.compile(source or "")
     words = np.zeros((VOCAB + 31) // 32, np.uint32)
     grammar.fill_mask(words)
