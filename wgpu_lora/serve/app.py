@@ -51,6 +51,7 @@ def make_app(service: Service, access: Access = Access(), allow_runtime_lora: bo
     """The application of a service."""
     endpoints = [
         Endpoint("/v1/chat/completions", "Answer a conversation", service.chat, schema.ChatRequest),
+        Endpoint("/v1/responses", "Answer a conversation of items", service.responses, schema.ResponsesRequest),
         Endpoint("/v1/completions", "Continue a text", service.complete, schema.CompletionRequest),
         Endpoint("/v1/models", "The base and its adapters", service.models),
         Endpoint("/v1/models/{model:path}", "The base or an adapter", service.model),

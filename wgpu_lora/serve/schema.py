@@ -92,14 +92,35 @@ class StructuredOutputs(_Body):
     json_object: bool | None = None
 
 
-class GenerationRequest(_Body):
-    """What both endpoints have. `grammar`s are in Lark's notation, as llguidance reads it."""
+class SamplingRequest(_Body):
+    """What all endpoints that answer have."""
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=16), NUMBER] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    temperature: Annotated[float, Field(ge=0), NUMBER] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1), NUMBER] | None = None
+    top_k: Annotated[int, Field(ge=-1), NUMBER] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1), NUMBER] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0), NUMBER] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2), NUMBER] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2), NUMBER] | None = None
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100), NUMBER]] | None = Field(None, max_length=1024)
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64), NUMBER] | None = None
+    lora: list[LoraScale] | None = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> SamplingRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("'stream_options' needs 'stream': set it to true, or leave them out")
+        return self
+
+
+class GenerationRequest(SamplingRequest):
+    """What chats and completions have. `grammar`s are in Lark's notation, as llguidance reads it."""
+
+    n: Annotated[int, Field(ge=1, le=16), NUMBER] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
@@ -111,16 +132,6 @@ class GenerationRequest(_Body):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31), NUMBER] | None = None
     allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
     prompt_logprobs: TopCount | None = None
-    temperature: Annotated[float, Field(ge=0), NUMBER] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1), NUMBER] | None = None
-    top_k: Annotated[int, Field(ge=-1), NUMBER] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1), NUMBER] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0), NUMBER] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2), NUMBER] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2), NUMBER] | None = None
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100), NUMBER]] | None = Field(None, max_length=1024)
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64), NUMBER] | None = None
-    lora: list[LoraScale] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Json | bool | str | None = None
@@ -129,9 +140,7 @@ class GenerationRequest(_Body):
     guided_grammar: str | None = None
 
     @model_validator(mode="after")
-    def _agree(self) -> GenerationRequest:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("'stream_options' needs 'stream': set it to true, or leave them out")
+    def _check_prompt(self) -> GenerationRequest:
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("'prompt_logprobs' cannot be streamed: leave out one of them")
         if self.truncate_prompt_tokens == 0:
@@ -188,6 +197,61 @@ class ChatRequest(GenerationRequest, ChatMessages):
     top_logprobs: TopCount | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolName | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
+
+
+class FlatTool(_Open):
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class FlatToolName(_Body):
+    type: Literal["function"]
+    name: str
+
+
+class FlatToolNames(_Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[FlatToolName] = Field(min_length=1)
+
+
+class FlatFormat(JsonSchema):
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class TextOptions(_Body):
+    format: FlatFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(_Body):
+    """`summary`: the whole reasoning is given, whatever it says."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(SamplingRequest):
+    """A conversation, as a text or as items."""
+
+    input: Text | Annotated[list[Json], Field(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1), NUMBER] | None = None
+    top_logprobs: TopCount | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: list[FlatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatToolName | FlatToolNames | None = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    chat_template_kwargs: Json | None = None
 
 
 class CompletionRequest(GenerationRequest):

@@ -33,6 +33,7 @@ from wgpu_lora.serve.errors import RequestError, as_request_error, unknown_model
 from wgpu_lora.serve.grammars import AnswerForm, Vocabulary, answer_form, call_form
 from wgpu_lora.serve.json_schemas import SchemaChecker
 from wgpu_lora.serve.prompts import Limits, check_room, conversation_text, samplers, text_ids
+from wgpu_lora.serve.responses import ResponseEvents, ResponseStore, as_chat
 from wgpu_lora.serve.schema import (
     AllowedTools,
     ChatRequest,
@@ -42,6 +43,7 @@ from wgpu_lora.serve.schema import (
     Json,
     LoadAdapter,
     LoraScale,
+    ResponsesRequest,
     TokenizeRequest,
     ToolName,
     UnloadAdapter,
@@ -105,7 +107,7 @@ class Service:
             self._add_codec(adapter, directory)
         settings = [version("wgpu-lora"), name, model.config.vocab_size, max_model_len]
         self.fingerprint = "fp_" + hashlib.sha256(repr(settings).encode()).hexdigest()[:10]
-        self._checker = SchemaChecker()
+        self._checker, self._stored = SchemaChecker(), ResponseStore()
         self._prompts = ThreadPoolExecutor(1, "serve-prompt")  # a tokenizer serves one at a time
 
     @property
@@ -356,6 +358,43 @@ class Service:
 
     async def chat(self, body: ChatRequest, raw: Mapping[str, Any]) -> Response:
         return await self.respond(await self.start_chat(body, raw), "chat.completion")
+
+    async def responses(self, body: ResponsesRequest, raw: Mapping[str, Any]) -> Response:
+        chat, items = as_chat(body, raw, self._stored)
+        run = await self.start_chat(ChatRequest.model_validate(chat), chat)
+        growing = ResponseEvents(body, raw, body.model or self.name)
+        events = self._response_events(run, growing, items if body.store is not False else None)
+        if body.stream:
+            return AnswerStream(self.engine, run, events)
+        try:
+            async for _ in events:
+                pass
+        finally:
+            self.engine.stop(run.answers)
+        if growing.error:
+            raise growing.error
+        return JSONResponse(growing.response, headers=run.headers)
+
+    async def _response_events(
+        self, run: Run, growing: ResponseEvents, conversation: list[Json] | None
+    ) -> AsyncIterator[str]:
+        """conversation: items before the response, to store with it; None to store nothing."""
+        deltas: list[Json] = []
+        for event in growing.start():
+            yield event
+        try:
+            async for choice in choice_deltas(self.engine, run.answers, run.format):
+                deltas.append(choice)
+                for event in growing.add(choice):
+                    yield event
+            checks = await self.checks(run, [run.format.whole(0, deltas)])
+            for event in growing.end(deltas[-1]["finish_reason"], run.usage(), checks):
+                yield event
+            if conversation is not None:
+                self._stored.add(growing.response, conversation)
+        except RequestError as error:
+            for event in growing.fail(error):
+                yield event
 
     async def start_chat(self, body: ChatRequest, raw: Mapping[str, Any]) -> Run:
         """A chat whose answers run. Raises UserError."""
