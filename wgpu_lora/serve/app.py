@@ -150,7 +150,7 @@ def wrong_body(error: ValidationError, body: bytes) -> RequestError:
     """The first of a body's problems as a sentence; of a union's, one that is not about its type, or the deepest."""
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     value = None if problems[0]["type"] == "json_invalid" else json.loads(body)
-    paths = [json_path(problem["loc"], value) for problem in problems]
+    paths = [json_path(problem["loc"], value, problem["type"] == "missing") for problem in problems]
     path, first = min(
         zip(paths, problems, strict=True),
         key=lambda pair: (pair[1]["type"].endswith(("_type", "_parsing")), -len(pair[0])),
@@ -159,13 +159,17 @@ def wrong_body(error: ValidationError, body: bytes) -> RequestError:
     return RequestError(f"{path:.100}: {text}." if path else f"{text}.", param=path[:100] or None)
 
 
-def json_path(place: Sequence[int | str], value: Any) -> str:
-    """The place of a problem as `messages[0].content`, without the names of types that were tried."""
+def json_path(place: Sequence[int | str], value: Any, missing: bool) -> str:
+    """The place of a problem as `messages[0].content`, without the names of types that were tried.
+
+    Args:
+        missing: whether the last part is not there.
+    """
     result = ""
     for part in place:
         if isinstance(value, list) and isinstance(part, int):
             result, value = f"{result}[{part}]", value[part]
-        elif isinstance(value, dict) and (part in value or part == place[-1]):
+        elif isinstance(value, dict) and (part in value or (missing and part == place[-1])):
             result, value = f"{result}.{part}".lstrip("."), value.get(part)
     return result
 

@@ -109,6 +109,8 @@ class _ClosedSchema:
             if names or "properties" in node or (self._strict and "object" in (types or ())):
                 result.pop("unevaluatedProperties", None)
                 result |= {"properties": {**names, **result.get("properties", {})}, "additionalProperties": False}
+                if not joins and "properties" in node and not node.keys() & {"enum", "const"}:
+                    result.setdefault("type", "object")
         return result
 
     def _joins(self, node: Json) -> bool:
@@ -146,7 +148,7 @@ class _ClosedSchema:
         match = _REFERENCE.fullmatch(str(reference))
         if not match or match[2] not in (self._root.get(match[1]) or {}):
             return reference
-        key = match[1], f"part {match[2]}"
+        key = match[1], f"{match[2]}.part"
         if key not in self._parts:
             self._parts[key] = None  # it may refer to itself
             self._parts[key] = self._visit(self._root[match[1]][match[2]], False)
