@@ -301,3 +301,21 @@ def test_calls_are_those_that_are_allowed() -> None:
         allowed["allowed_tools"]["tools"][0]["function"]["name"] = "none"
         with pytest.raises(BadRequestError, match="no tool 'none'"):
             names(tool_choice=allowed)
+
+
+def test_an_answer_with_a_schema_may_be_a_call() -> None:
+    schema = {"properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    begin = TOKENIZER.encode("<tool_call>")[0]
+    with serving(lambda: FakeEngine(max_model_len=1024), template=HERMES_TEMPLATE) as server:
+
+        def message(**options: Any) -> Any:
+            return server.client.chat.completions.create(
+                model="base", messages=ASK, tools=[WEATHER], response_format=form, **options
+            ).choices[0].message  # fmt: skip
+
+        for bias in (-100, 100):
+            answer = message(logit_bias={str(begin): bias}, parallel_tool_calls=False)
+            assert bool(answer.tool_calls) is (bias > 0)
+            assert bias > 0 or json.loads(answer.content)["n"] in (1, 2)
+        assert message(tool_choice="required").tool_calls

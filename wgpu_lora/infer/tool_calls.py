@@ -158,7 +158,8 @@ class ToolCallParser:
                 value, end = json.JSONDecoder().raw_decode(self._text, place)
             except ValueError:
                 return self._text[place:] if last else ""
-            call = tool_call(value["name"], value[self._form.arguments])
+            arguments = self._text[place : end - 1].partition(f'"{self._form.arguments}": ')[2]  # as the grammar has it
+            call = tool_call(value["name"], arguments)
             self.ended = any(call["function"] == other["function"] for other in self.calls)
             if self.ended:
                 break

@@ -34,11 +34,13 @@ class AnswerForm:
         source: llguidance's form of it; None for any text.
         schemas: JSON schemas by the name of the tool whose arguments they are of, None for the answer itself.
         not_enforced: keywords of these that the grammar leaves out.
+        closed: the schema of the answer itself as the grammar has it, if it has one.
     """
 
     source: str | None = None
     schemas: Mapping[str | None, Any] = field(default_factory=dict)
     not_enforced: frozenset[str] = frozenset()
+    closed: Any = None
 
 
 class TokenGrammar:
@@ -189,7 +191,7 @@ def answer_form(body: GenerationRequest) -> AnswerForm:
     for schema, strict in schemas:
         closed, left_out = checked_schema(schema, strict)
         original = json.loads(schema) if isinstance(schema, str) else schema
-        return AnswerForm(grammar_from(closed), {None: original}, frozenset(left_out))
+        return AnswerForm(grammar_from(closed), {None: original}, frozenset(left_out), closed)
     return AnswerForm(sources[0] if sources else None)
 
 
@@ -207,9 +209,15 @@ def _check_length(text: str) -> str:
     return text
 
 
-def call_form(form: ToolFormat, tools: Sequence[Tool], parallel: bool, tokenizer: Tokenizer) -> AnswerForm:
-    """A grammar, in Lark's notation, of one call of these tools, or of several. Raises UserError."""
-    lines, schemas, left_out = [], dict[str | None, Any](), set[str]()
+def call_form(
+    form: ToolFormat, tools: Sequence[Tool], parallel: bool, tokenizer: Tokenizer, answer: AnswerForm = AnswerForm()
+) -> AnswerForm:
+    """A grammar, in Lark's notation, of one call of these tools, or of several, or of an answer with a schema.
+
+    Raises:
+        UserError: a schema cannot be used.
+    """
+    lines, schemas, left_out = [], {**answer.schemas}, {*answer.not_enforced}
     for number, tool in enumerate(tools):
         function = tool.function
         head = f'{{"name": {json.dumps(function.name)}, "{form.arguments}": '
@@ -231,5 +239,8 @@ def call_form(form: ToolFormat, tools: Sequence[Tool], parallel: bool, tokenizer
         start = f'{marker(CALLS)} "[" any {"(" + json.dumps(", ") + " any)*" if parallel else ""} "]"'
     else:
         start = "any"
+    if answer.closed is not None:
+        start = f"({start}) | answer"
+        lines += [f"answer: %json {json.dumps({**answer.closed, 'x-guidance': JSON})}"]
     source = "\n".join([f"start: {start}", f"any: {any_call}", *lines])
     return AnswerForm(source, schemas, frozenset(left_out))

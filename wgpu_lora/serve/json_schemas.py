@@ -34,6 +34,7 @@ MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords w
 SCHEMAS = ("items", "prefixItems", "additionalItems", "additionalProperties")  # a schema, or a list of them
 BRANCHES = ("allOf", "anyOf", "oneOf")  # lists of schemas of the same value
 CONDITIONS = ("then", "else")
+NO_LEAP_SECONDS = "^[^:]*:[^:]*:[0-5]"  # which most programs do not read
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 
 
@@ -103,6 +104,8 @@ class _ClosedSchema:
                 value = self._part(value)
             if not (key == "uniqueItems" and value is False):
                 result[key] = value
+        if result.get("format") in ("date-time", "time"):
+            result.setdefault("pattern", NO_LEAP_SECONDS)
         names: dict[str, Any] = {}
         if closes and self._gather(node, names, joins, set()):
             types = node.get("type")

@@ -282,7 +282,7 @@ class Service:
             functions = [call["function"] for call in message.get("tool_calls", [])]
             pairs = [(schemas[function["name"]], function["arguments"]) for function in functions]
             if not pairs:
-                pairs = [(next(iter(schemas.values())), message["content"] or "")]
+                pairs = [(schemas.get(None, False), message["content"] or "")]
             valid, error = await run_in_threadpool(self._checker.check, pairs)
             result.append({"index": choice["index"], "valid": valid, "error": error})
         return {"schema_check": result}
@@ -445,8 +445,10 @@ class Service:
             callable_tools = [tool for tool in tools if names is None or tool.function.name in names]
             if mode == "auto":
                 calls = {"names": names, "single": body.parallel_tool_calls is False}
+                if form.closed is not None:  # calls, or an answer with a schema
+                    form = call_form(tool_format, callable_tools, not calls["single"], codec.tokenizer, form)
             elif mode != "none":
-                if form.source is not None:
+                if form.source is not None and body.response_format is None:  # which a call alone has no content for
                     raise RequestError("A forced call of a tool cannot follow another grammar: leave out one of them.")
                 parallel = mode == "required" and body.parallel_tool_calls is not False
                 form = call_form(tool_format, callable_tools, parallel, codec.tokenizer)
