@@ -107,7 +107,7 @@ def serve(
     from wgpu_lora.serve.prompts import Limits
 
     with naming(with_renamed_options({"adapter": "lora_modules"})):
-        adapters = named_adapters(lora_modules or [])
+        adapters = named_adapters(lora_modules or [], aliases=True)
         base_model = model_of(adapters, model)
         if (served_model_name or base_model) in adapters:
             raise UserError(

@@ -24,10 +24,13 @@ from wgpu_lora.names.spelling import flag
 BASE = "base"  # name of the model without an adapter
 
 
-def named_adapters(texts: Sequence[str]) -> dict[str, Path]:
+def named_adapters(texts: Sequence[str], aliases: bool = False) -> dict[str, Path]:
     """Adapter directories by name, in the order of the command line: NAME=DIR, or DIR, named after its last part.
 
     A text that is an existing directory, or has a separator before its '=', is a DIR.
+
+    Args:
+        aliases: whether a directory may have several names.
 
     Raises:
         UserError: a name or a directory is empty or given twice.
@@ -42,7 +45,7 @@ def named_adapters(texts: Sequence[str]) -> dict[str, Path]:
                 "its own, NAME=DIR."
             )
         first_name = places.setdefault(os.path.realpath(directory), name)
-        if first_name != name:
+        if first_name != name and not aliases:
             raise UserError(
                 f"{flag('adapter')} lists {directory} twice, as '{first_name}' and as '{name}': leave one out."
             )
