@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import FIXTURES
 from support.models import full_logits, load, relative_error, save_golden_adapter
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer import load_adapters
 from wgpu_lora.infer.engine import Engine
+from wgpu_lora.infer.named_adapters import adapters_on_device
 from wgpu_lora.infer.request import Request
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.models.adapter_modules import read_adapter_for
@@ -105,6 +107,67 @@ def test_adapters_change_slots_and_are_those_of_full_passes(
         ((token, logprobs),) = outputs[name]
         assert token == last.argmax()
         assert logprobs.logprob == pytest.approx(last.max() - np.log(np.exp(last).sum()), abs=1e-4)
+
+
+def mixed_adapters(directory: Path, architecture: str = "qwen2") -> dict[str, Path]:
+    """Adapters of each mix of plain or DoRA, two ranks, and modules, by name."""
+    kinds: dict[str, tuple[str, ...]] = {
+        "all": (), "attention": ("q_proj", "k_proj", "o_proj"), "mlp": ("gate_proj", "down_proj"), "v": ("v_proj",),
+    }  # fmt: skip
+    return {
+        (name := f"{kind}-{rank}-{'dora' if dora else 'plain'}"): save_golden_adapter(
+            architecture, directory / name, scale, rank, modules, use_dora=dora, target_modules=modules or "all-linear"
+        )
+        for scale, (kind, modules) in zip((1.0, -1.0, 2.0, -2.0), kinds.items(), strict=True)
+        for rank in (4, 2)
+        for dora in (False, True)
+    }
+
+
+def test_each_mix_of_adapters_answers_as_each_alone(
+    qwen2: LoadedModel, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    adapters = mixed_adapters(tmp_path)
+    ids = rng.integers(3, 90, 2).tolist()
+    engine = Engine(qwen2, **{**SMALL, "max_num_seqs": 16}, max_loras=3, max_lora_rank=4, dora=True)
+    try:
+        for name, saved in adapters.items():
+            engine.load_adapter(name, *read_adapter_for(qwen2.config, saved))
+        for names in (list(adapters), list(adapters)[::-1]):  # slots change from each kind to others
+            answers = run(engine, [Request(ids, name, max_new_tokens=3, logprobs=0) for name in names])
+            alone = [run(engine, [Request(ids, name, max_new_tokens=3, logprobs=0)])[0] for name in names]
+            assert answers == alone
+    finally:
+        engine.close()
+    with adapters_on_device(qwen2, [adapters[name] for name in names]) as fixed:
+        passes = full_logits(qwen2, [Segment(np.array(ids), slot=slot) for slot in range(len(names))], fixed)
+    for name, ((token, logprobs), *_), logits in zip(names, answers, passes, strict=True):
+        last = logits[-1].astype(np.float64)
+        assert logprobs.logprob == pytest.approx(last[token] - np.log(np.exp(last).sum()), abs=1e-4), name
+
+
+@pytest.mark.reference
+def test_each_mix_of_adapters_answers_as_peft(qwen2: LoadedModel, tmp_path: Path, rng: np.random.Generator) -> None:
+    import torch
+    from peft import PeftModel
+
+    from scripts.golden.tiny_models import load as load_reference
+
+    adapters, ids = mixed_adapters(tmp_path), rng.integers(3, 90, 9).tolist()
+    engine = Engine(qwen2, **SMALL, max_loras=3, max_lora_rank=4, dora=True)
+    try:
+        for name, saved in adapters.items():
+            engine.load_adapter(name, *read_adapter_for(qwen2.config, saved))
+        answers = run(engine, [Request(ids, name, max_new_tokens=6, logprobs=0) for name in adapters])
+    finally:
+        engine.close()
+    for (name, saved), answer in zip(adapters.items(), answers, strict=True):
+        model = PeftModel.from_pretrained(load_reference(FIXTURES / "models" / "qwen2"), saved)
+        tokens = [token for token, _ in answer]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*ids, *tokens]])).logits[0, len(ids) - 1 : -1].double()
+        expected = logits.log_softmax(-1)[range(len(tokens)), tokens].tolist()
+        assert [logprobs.logprob for _, logprobs in answer] == pytest.approx(expected, abs=1e-4), name
 
 
 def test_a_prompt_that_began_before_is_not_computed_again(engine: Engine, rng: np.random.Generator) -> None:

@@ -6,8 +6,6 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import count
 
-import numpy as np
-
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.formats.peft_adapter import Matrices
 from wgpu_lora.formats.peft_config import AdapterConfig
@@ -162,14 +160,8 @@ class AdapterSlots:
         self._specs[slot] = adapter.spec
         adapters.write(device, slot, adapter.matrices)
         adapters.upload_scales(device)
-        for program in self.programs:
-            program.run()
-        for gain, norm in adapters.gains.values():  # what the program computed for slots without magnitudes
-            for number, spec in enumerate(self._specs):
-                if not spec.dora:
-                    width = gain.shape[1]
-                    for tensor, value in ((gain, 1.0), (norm, 0.0)):
-                        device.write(tensor.storage.buffer, np.full(width, value, np.float32), 4 * width * number)
+        if self._norms:
+            self._norms.update()
 
 
 class FixedSlots:
