@@ -142,11 +142,14 @@ class AdapterSlots:
         self._adapters.move_to_end(name)
         return adapter.slot
 
-    def release(self, name: str, was_running: bool) -> None:
-        """One request less, which did or did not run."""
+    def release(self, name: str) -> None:
+        """One request less that runs."""
+        self._adapters[name].running_requests -= 1
+
+    def remove(self, name: str) -> None:
+        """One request less, which does not run any more."""
         adapter = self._adapters[name]
         adapter.requests -= 1
-        adapter.running_requests -= was_running
         if adapter.leaving and not adapter.requests:
             self._drop(name)
 
@@ -190,4 +193,6 @@ class FixedSlots:
     def acquire(self, name: str) -> int | None:
         return int(name)
 
-    def release(self, name: str, was_running: bool) -> None: ...
+    def release(self, name: str) -> None: ...
+
+    def remove(self, name: str) -> None: ...
