@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -93,6 +94,7 @@ class Service:
         for adapter, directory in engine.adapters.items():
             self._add_codec(adapter, directory)
         self._prompts = ThreadPoolExecutor(1, "serve-prompt")  # a tokenizer serves one at a time
+        self._changes = asyncio.Lock()  # of who loads or unloads an adapter
 
     @property
     def notes(self) -> list[str]:
@@ -137,29 +139,42 @@ class Service:
         return name
 
     async def load_adapter(self, body: LoadAdapter, raw: Json) -> Response:
-        name = body.lora_name
-        if name in self.engine.adapters or name == self.name:
-            raise RequestError(f"The name '{name}' is taken: use another, or unload it first.", param="lora_name")
-        directory = Path(body.lora_path)
-        if not os.path.isdir(directory):
-            raise RequestError(f"There is no directory {body.lora_path:.1000}.", 404, "lora_path")
-        read = await self._read(directory)
-        await self.prepare(self._add_codec, name, directory)
-        await self.engine.call(lambda engine: engine.load_adapter(name, *read))
-        self.engine.adapters[name] = directory
+        """Goes on if the client leaves, as `unload_adapter` does."""
+        return await asyncio.shield(self._load_adapter(body.lora_name, Path(body.lora_path)))
+
+    async def _load_adapter(self, name: str, directory: Path) -> Response:
+        async with self._changes:
+            if name in self.engine.adapters or name == self.name:
+                raise RequestError(f"The name '{name}' is taken: use another, or unload it first.", param="lora_name")
+            if not os.path.isdir(directory):
+                raise RequestError(f"There is no directory {directory!s:.1000}.", 404, "lora_path")
+            read = await self._read(directory)
+            await self.prepare(self._add_codec, name, directory)
+            self.engine.adapters[name] = directory
+            try:
+                await self.engine.load(name, read)
+            except BaseException:
+                self._forget(name)
+                raise
         return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
 
     async def _read(self, directory: Path) -> AdapterFiles:
         return await run_in_threadpool(read_adapter_for, self._config, directory)
 
     async def unload_adapter(self, body: UnloadAdapter, raw: Json) -> Response:
-        if body.lora_name not in self.engine.adapters:
-            raise RequestError(f"There is no adapter '{body.lora_name:.100}': /v1/models lists them.", 404, "lora_name")
-        name = body.lora_name
+        return await asyncio.shield(self._unload_adapter(body.lora_name))
+
+    async def _unload_adapter(self, name: str) -> Response:
+        async with self._changes:
+            if name not in self.engine.adapters:
+                raise RequestError(f"There is no adapter '{name:.100}': /v1/models lists them.", 404, "lora_name")
+            self._forget(name)
+            await self.engine.call(lambda engine: engine.unload_adapter(name) if name in engine.slots.names else None)
+        return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
+
+    def _forget(self, name: str) -> None:
         del self.engine.adapters[name]
         self._codecs.pop(name, None)
-        await self.engine.call(lambda engine: engine.unload_adapter(name) if name in engine.slots.names else None)
-        return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
 
     async def answers(
         self,
@@ -187,23 +202,19 @@ class Service:
         if body.ignore_eos and source is not None:
             raise RequestError("'ignore_eos' cannot be used with a grammar, which has an end.", param="ignore_eos")
         stop_ids = {*(() if body.ignore_eos else codec.stop_ids), *(body.stop_token_ids or [])}
-        draws = samplers(body, body.n or 1)
+        draws = iter(samplers(body, len(prompts) * (body.n or 1)))
         grammar = await run_in_threadpool(codec.vocabulary.compile, source) if source is not None else None
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
         result: list[RunningAnswer] = []
         for prompt in prompts:
             new_tokens = max_tokens or min(default, self.max_model_len - len(prompt))
-            for draw in draws:
+            for draw in islice(draws, body.n or 1):
                 request = Request(
                     list(prompt), adapter, draw, new_tokens, stop_ids, grammar=grammar and grammar.copy(), **options
                 )
                 text = StreamedText(codec.decoder, stop, markers)
                 result.append(RunningAnswer(len(result), request, text, pieces, adapter or self.name))
-        if not await self.engine.start(result):  # the adapter was the one that was used least
-            directory = self.engine.adapters.get(adapter or "")
-            if directory is None:
-                raise unknown_model(adapter or "")
-            await self.engine.start(result, await self._read(directory))
+        await self.engine.start(result, self._read)
         return result
 
     async def respond(
