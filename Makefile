@@ -120,7 +120,7 @@ test-cluster: setup .venv/all  ## clusters on Ray: eight adapters over three hos
 	scripts/install_cluster.sh
 	$(PYTEST) -n 3 --dist loadfile --durations=10 tests/cluster/runs
 
-.clients/ready: .venv/all scripts/install_clients.sh
+.clients/ready: .venv/reference scripts/install_clients.sh
 	scripts/install_clients.sh
 	@touch $@
 
