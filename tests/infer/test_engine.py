@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from support import FIXTURES
 from support.models import full_logits, load, relative_error, save_golden_adapter
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer import load_adapters
 from wgpu_lora.infer.engine import Engine
+from wgpu_lora.infer.named_adapters import adapters_on_device
 from wgpu_lora.infer.request import Request
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.models.adapter_modules import read_adapter_for
@@ -105,6 +109,67 @@ def test_adapters_change_slots_and_are_those_of_full_passes(
         ((token, logprobs),) = outputs[name]
         assert token == last.argmax()
         assert logprobs.logprob == pytest.approx(last.max() - np.log(np.exp(last).sum()), abs=1e-4)
+
+
+def mixed_adapters(directory: Path, architecture: str = "qwen2") -> dict[str, Path]:
+    """Adapters of each mix of plain or DoRA, two ranks, and modules, by name."""
+    kinds: dict[str, tuple[str, ...]] = {
+        "all": (), "attention": ("q_proj", "k_proj", "o_proj"), "mlp": ("gate_proj", "down_proj"), "v": ("v_proj",),
+    }  # fmt: skip
+    return {
+        (name := f"{kind}-{rank}-{'dora' if dora else 'plain'}"): save_golden_adapter(
+            architecture, directory / name, scale, rank, modules, use_dora=dora, target_modules=modules or "all-linear"
+        )
+        for scale, (kind, modules) in zip((1.0, -1.0, 2.0, -2.0), kinds.items(), strict=True)
+        for rank in (4, 2)
+        for dora in (False, True)
+    }
+
+
+def test_each_mix_of_adapters_answers_as_each_alone(
+    qwen2: LoadedModel, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    adapters = mixed_adapters(tmp_path)
+    ids = rng.integers(3, 90, 2).tolist()
+    engine = Engine(qwen2, **{**SMALL, "max_num_seqs": 16}, max_loras=3, max_lora_rank=4, dora=True)
+    try:
+        for name, saved in adapters.items():
+            engine.load_adapter(name, *read_adapter_for(qwen2.config, saved))
+        for names in (list(adapters), list(adapters)[::-1]):  # slots change from each kind to others
+            answers = run(engine, [Request(ids, name, max_new_tokens=3, logprobs=0) for name in names])
+            alone = [run(engine, [Request(ids, name, max_new_tokens=3, logprobs=0)])[0] for name in names]
+            assert answers == alone
+    finally:
+        engine.close()
+    with adapters_on_device(qwen2, [adapters[name] for name in names]) as fixed:
+        passes = full_logits(qwen2, [Segment(np.array(ids), slot=slot) for slot in range(len(names))], fixed)
+    for name, ((token, logprobs), *_), logits in zip(names, answers, passes, strict=True):
+        last = logits[-1].astype(np.float64)
+        assert logprobs.logprob == pytest.approx(last[token] - np.log(np.exp(last).sum()), abs=1e-4), name
+
+
+@pytest.mark.reference
+def test_each_mix_of_adapters_answers_as_peft(qwen2: LoadedModel, tmp_path: Path, rng: np.random.Generator) -> None:
+    import torch
+    from peft import PeftModel
+
+    from scripts.golden.tiny_models import load as load_reference
+
+    adapters, ids = mixed_adapters(tmp_path), rng.integers(3, 90, 9).tolist()
+    engine = Engine(qwen2, **SMALL, max_loras=3, max_lora_rank=4, dora=True)
+    try:
+        for name, saved in adapters.items():
+            engine.load_adapter(name, *read_adapter_for(qwen2.config, saved))
+        answers = run(engine, [Request(ids, name, max_new_tokens=6, logprobs=0) for name in adapters])
+    finally:
+        engine.close()
+    for (name, saved), answer in zip(adapters.items(), answers, strict=True):
+        model = PeftModel.from_pretrained(load_reference(FIXTURES / "models" / "qwen2"), saved)
+        tokens = [token for token, _ in answer]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*ids, *tokens]])).logits[0, len(ids) - 1 : -1].double()
+        expected = logits.log_softmax(-1)[range(len(tokens)), tokens].tolist()
+        assert [logprobs.logprob for _, logprobs in answer] == pytest.approx(expected, abs=1e-4), name
 
 
 def test_a_prompt_that_began_before_is_not_computed_again(engine: Engine, rng: np.random.Generator) -> None:
@@ -310,17 +375,117 @@ def test_a_step_computes_no_more_of_prompts_than_it_may(qwen2: LoadedModel, rng:
     assert sizes == [(16, 0), (16, 0), (16, 0), (5, 0), (0, 2)]
 
 
-def test_a_small_cache_makes_requests_wait(qwen2: LoadedModel, rng: np.random.Generator) -> None:
-    many = prompts(rng, 12, qwen2.config.vocab_size, 30)
-    engines = [Engine(qwen2, **SMALL, cache_tokens=tokens) for tokens in (64, 512)]
-    answers = []
-    try:
-        for engine in engines:
-            answers.append(run(engine, [Request(list(ids), max_new_tokens=9, logprobs=0) for ids in many]))
-    finally:
-        for engine in engines:
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma3_text", "qwen3_5_text"])
+def test_a_full_cache_changes_no_bits(
+    device: Device, tmp_path: Path, rng: np.random.Generator, architecture: str
+) -> None:
+    """Answers that outgrow it make the newest begin again, with all that they had."""
+    model, options = load(architecture, device), {**SMALL, "max_model_len": 48}
+    many = prompts(rng, 8, model.config.vocab_size, 20)
+    results, again = [], []
+    for tokens in (384, 48):
+        engine = Engine(model, **options, cache_tokens=tokens, max_loras=2, max_lora_rank=4, dora=True)
+        names = [None, *adapters_of(engine, architecture, tmp_path / str(tokens))]
+        requests = [
+            Request(
+                list(ids), names[i % 5], Sampler(i % 2, seed=i, top_p=0.9), 40 - len(ids), logprobs=2,
+                prompt_logprobs=i % 4 == 3,
+            )
+            for i, ids in enumerate(many)
+        ]  # fmt: skip
+        begun: list[Any] = []
+        stop = engine._stop
+        engine._stop = lambda sequence, stop=stop, begun=begun: (begun.append(sequence), stop(sequence))
+        try:
+            results.append(run(engine, requests))
+            assert engine.stats().cache_usage == 0
+            assert engine.stats().prompt_tokens == sum(map(len, many))
+        finally:
             engine.close()
-    assert answers[0] == answers[1]
+        again.append(len(begun) - len(requests))
+    assert results[0] == results[1]
+    assert again[0] == 0 < again[1]
+
+
+def test_answers_take_the_cache_as_they_grow(qwen2: LoadedModel) -> None:
+    engine = Engine(qwen2, **SMALL, cache_tokens=128)
+    try:
+        for token in range(3, 9):
+            engine.add(Request([token]))  # of up to 64 tokens, which two would fill
+        engine.step()
+        assert (engine.stats().running, engine.stats().waiting) == (4, 2)
+        assert engine.stats().cache_usage == 4 / 8
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma3_text", "phi3", "qwen3_5_text"])
+def test_pieces_of_prompts_change_no_bits(device: Device, rng: np.random.Generator, architecture: str) -> None:
+    model = load(architecture, device)
+    many = [rng.integers(3, 90, size).tolist() for size in (117, 5, 33, 70, 128 - 16, 90)]
+    sizes: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 8, "buckets": (16, 32, 64, 128)}
+    engine, results = Engine(model, **sizes), []
+    try:
+        for rooms in ([128], [0, 16, 48, 24, 64, 17, 128]):
+            step = itertools.count()
+            engine._room_beside = lambda decoding, step=step, rooms=rooms: rooms[next(step) % len(rooms)]
+            requests = [
+                Request(list(ids), None, max_new_tokens=8, logprobs=2, prompt_logprobs=i == 3)
+                for i, ids in enumerate(many)
+            ]
+            results.append(run(engine, requests))
+            engine.forget()
+    finally:
+        engine.close()
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("limit", [None, 3.0])
+def test_answers_wait_no_longer_for_prompts_than_they_may(
+    qwen2: LoadedModel, monkeypatch: pytest.MonkeyPatch, limit: float | None, scored: bool
+) -> None:
+    """By a clock on which a step takes a second, and a token of a prompt in it a twentieth."""
+    clock, factor = [0.0], [1.0]
+    monkeypatch.setattr("wgpu_lora.infer.engine.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    engine = Engine(
+        qwen2, max_model_len=128, max_num_seqs=64, buckets=(16, 32, 64, 128), max_slowdown=limit, cache_tokens=2048
+    )
+    whole = engine._run_step
+
+    def run_step(step: Any, rows: Any) -> None:
+        clock[0] += factor[0] * (1.0 if step.program.decoding else step.tokens / 20)
+        whole(step, rows)
+
+    monkeypatch.setattr(engine, "_run_step", run_step)
+    answers = [Request([5, n], max_new_tokens=100) for n in range(2)]
+    prompt = Request(list(range(3, 123)), max_new_tokens=1, logprobs=0, prompt_logprobs=scored)
+    waits, steps, newest = [], 0, 0.0
+    try:
+        engine.compile()
+        for number in range(90):
+            if number == 5:
+                engine.add(prompt)
+            if number == 30:  # everything is faster, and there are prompts in each step
+                factor[0] = 0.25
+            if number in (0, 1):
+                engine.add(answers[number])
+            if number >= 30 and number % 4 == 0:
+                engine.add(Request([number, *range(3, 123)], max_new_tokens=1, prompt_logprobs=scored))
+            before = len(answers[0].token_ids)
+            engine.step()
+            steps += prompt.finish_reason is None
+            if len(answers[0].token_ids) > before > 0:
+                waits.append((number, (clock[0] - newest) / factor[0]))
+            newest = clock[0] if len(answers[0].token_ids) > before else newest
+    finally:
+        engine.close()
+    assert prompt.finish_reason == "length"
+    longest = max(wait for number, wait in waits if number not in range(30, 60))
+    assert (
+        longest <= limit + 0.8 * scored if limit else longest > 4
+    )  # the last token that is scored is one more program
+    assert steps < 25
 
 
 def test_the_plan_is_what_is_allocated(device: Device, qwen2: LoadedModel) -> None:

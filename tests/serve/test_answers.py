@@ -73,13 +73,15 @@ def test_sums_and_scales_of_adapters_are_refused(client: OpenAI, lora: list[Any]
 
 def test_seeds_repeat_answers_and_several_differ(client: OpenAI) -> None:
     def texts(**options: Any) -> list[str]:
-        answer = client.completions.create(model="base", prompt="def", max_tokens=8, **options)
+        answer = client.completions.create(model="base", **{"prompt": "def", "max_tokens": 8, **options})
         return [choice.text for choice in answer.choices]
 
     assert texts(seed=5, n=3) == texts(seed=5, n=3)
     assert texts(seed=5, n=3)[1:] == [*texts(seed=6), *texts(seed=7)]
     assert len(set(texts(n=4))) == 4
     assert texts() != texts()
+    assert len(set(texts(prompt=["def", "def"], n=2))) == 4
+    assert texts(prompt=["def", "def"], n=2, seed=5) == texts(n=4, seed=5)
 
 
 @pytest.mark.parametrize("stream", [False, True])

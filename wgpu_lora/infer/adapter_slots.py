@@ -6,8 +6,6 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import count
 
-import numpy as np
-
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.formats.peft_adapter import Matrices
 from wgpu_lora.formats.peft_config import AdapterConfig
@@ -144,11 +142,14 @@ class AdapterSlots:
         self._adapters.move_to_end(name)
         return adapter.slot
 
-    def release(self, name: str, was_running: bool) -> None:
-        """One request less, which did or did not run."""
+    def release(self, name: str) -> None:
+        """One request less that runs."""
+        self._adapters[name].running_requests -= 1
+
+    def remove(self, name: str) -> None:
+        """One request less, which does not run any more."""
         adapter = self._adapters[name]
         adapter.requests -= 1
-        adapter.running_requests -= was_running
         if adapter.leaving and not adapter.requests:
             self._drop(name)
 
@@ -162,14 +163,8 @@ class AdapterSlots:
         self._specs[slot] = adapter.spec
         adapters.write(device, slot, adapter.matrices)
         adapters.upload_scales(device)
-        for program in self.programs:
-            program.run()
-        for gain, norm in adapters.gains.values():  # what the program computed for slots without magnitudes
-            for number, spec in enumerate(self._specs):
-                if not spec.dora:
-                    width = gain.shape[1]
-                    for tensor, value in ((gain, 1.0), (norm, 0.0)):
-                        device.write(tensor.storage.buffer, np.full(width, value, np.float32), 4 * width * number)
+        if self._norms:
+            self._norms.update()
 
 
 class FixedSlots:
@@ -198,4 +193,6 @@ class FixedSlots:
     def acquire(self, name: str) -> int | None:
         return int(name)
 
-    def release(self, name: str, was_running: bool) -> None: ...
+    def release(self, name: str) -> None: ...
+
+    def remove(self, name: str) -> None: ...

@@ -1,8 +1,9 @@
 """Continuous batching: every step gives each running sequence a token, and computes pieces of new prompts beside them.
 
 What a sequence gets does not depend on what runs beside it, to the bit: kernels of a kind sum in the same order for any
-number of rows, pieces of prompts begin at multiples of PIECE tokens, only prompts' keys and values are used again, and
-a sequence begins when the cache has room for all of it, so that none is computed twice.
+number of rows, pieces of prompts begin at multiples of BLOCK tokens (of PIECE, if layers have a state), and only
+prompts' keys and values are used again. Blocks of the cache are taken as an answer grows. If none is left, the newest
+sequence gives its up and is computed again as before: its prompt in pieces, its answer by one token a step.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from wgpu_lora.ops.sampling import NO_TOKEN, PARAMS
 
 MAX_MODEL_LEN = 4096  # tokens of a sequence by default
 CACHE_DTYPES = ("f32", "f16")
-PIECE = 256  # tokens of a prompt that are computed together
+PIECE = 64  # tokens: the chunks of delta nets, whose states pass from chunk to chunk
+TIMES = 5  # of steps without prompts, whose median counts
+REFRESH = 8  # steps with prompts, after which one has none, so that this time is known while there are always prompts
 
 
 @dataclass(eq=False)
@@ -46,8 +49,9 @@ class _Sequence:
     """A request that waits or runs.
 
     prompt: the tokens to compute before the next one is chosen: the request's, or all so far if they are computed anew.
-    keys: of the prompt's blocks that the cache may have or keep. place, slot, blocks: once it runs, its place among the
-    sequences, its adapter's slot or -1, and its blocks of the cache. computed: tokens whose keys and values these have.
+    keys: of the prompt's blocks that the cache may have or keep. place, slot, blocks: while it runs, its place among
+    the sequences, its adapter's slot or -1, and its blocks of the cache. computed: tokens whose keys and values these
+    have. begun: whether it has run before.
     """
 
     request: Request
@@ -57,7 +61,18 @@ class _Sequence:
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
+    begun: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its next step computes a token of the answer."""
+        return self.computed >= self.prompt.size
+
+    @property
+    def at_newest(self) -> bool:
+        """Whether that is the newest one, after which the next is chosen."""
+        return self.computed + 1 == self.request.length
 
 
 class Engine:
@@ -69,6 +84,8 @@ class Engine:
         max_num_seqs: sequences that run together.
         max_num_batched_tokens: tokens of prompts in a step, which decide how long it takes at most; of `buckets`, the
             largest that is not more.
+        max_slowdown: of a step by prompts while answers run, as a multiple of its time without: decides the tokens of
+            prompts in it by measured times; None for no limit.
         cache_tokens: of all sequences; by default as many as they can need, or as many as there is memory for.
         cache_dtype: f32, or f16 for half the memory and keys and values that are rounded to 11 bits.
         max_loras, max_lora_rank, dora, max_cpu_loras: see `AdapterSlots`.
@@ -89,6 +106,7 @@ class Engine:
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = BUCKETS[-1],
+        max_slowdown: float | None = None,
         cache_tokens: int | None = None,
         cache_dtype: str = "f32",
         max_loras: int = 0,
@@ -120,7 +138,11 @@ class Engine:
         if adapters is None and max_loras:
             self.slots = AdapterSlots(model, max_loras, max_lora_rank, dora, max_cpu_loras)
         fitting = tuple(size for size in buckets if size <= max(max_num_batched_tokens, buckets[0]))
-        self._most_rows = fitting[-1]
+        self._most_rows, self._max_slowdown = fitting[-1], max_slowdown
+        self._room = fitting[0]  # tokens of prompts in a step while answers run
+        self._decode_times: dict[int, deque[float]] = {}  # seconds of steps without prompts, by rows of their program
+        self._decode_rows, self._steps_beside = 0, 0  # of the newest program that decoded; steps with prompts since one
+        self._wait, self._beside = 0.0, 0  # seconds, and tokens of prompts, since the answers' newest tokens
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
@@ -198,6 +220,7 @@ class Engine:
         while self.busy:
             self.step()
         self._prompt_tokens = self._generated_tokens = 0
+        self._decode_times.clear()
 
     def close(self) -> None:
         """Free what was allocated here; the model, and adapters that were given, stay."""
@@ -283,31 +306,81 @@ class Engine:
         """
         begin, built = time.perf_counter(), len(self._built)
         outputs = self._step()
-        self.step_seconds = time.perf_counter() - begin if len(self._built) == built else None
+        seconds = time.perf_counter() - begin
+        self.step_seconds = seconds if len(self._built) == built else None
+        self._adjust_room(seconds)
         return outputs
 
     def _step(self) -> list[StepOutput]:
+        self._grow()
         self._admit()
         self.step_tokens = 0, 0
-        to_score = next((s for s in self._running if s.request.prompt_logprobs and s.computed < s.prompt.size), None)
-        decoding = [s for s in self._running if s.computed == s.prompt.size]
-        pieces = self._pieces()
+        to_score = next((s for s in self._running if s.request.prompt_logprobs and not s.decodes), None)
+        decoding = [s for s in self._running if s.decodes]
+        room = self._room_beside(len(decoding))
+        pieces = self._pieces(room)
         others_wait = self._is_scoring and (decoding or pieces)  # a prompt is scored in every other step at most
-        self._is_scoring = to_score is not None and not others_wait
+        self._is_scoring = to_score is not None and room > 0 and not others_wait
         if to_score and self._is_scoring:
-            self._compute_with_logprobs(to_score)
-            return self._choose([to_score]) if to_score.computed == to_score.prompt.size else []
-        ready = [s for s, end in pieces if end == s.prompt.size]
+            self._compute_with_logprobs(to_score, room)
+            return self._choose([to_score]) if to_score.computed == to_score.request.length else []
+        chosen = [s for s in self._in_order(decoding) if s.at_newest]
+        ready = [s for s, end in pieces if end == s.request.length]
         self.step_tokens = sum(end - s.computed for s, end in pieces), len(decoding)
         if pieces:
-            self._prefill(pieces, ready, len(decoding))
+            self._prefill(pieces, ready, len(chosen))
         if decoding:
             self._decode(decoding)
-        return self._choose([*self._in_order(decoding), *ready]) if decoding or ready else []
+        return self._choose([*chosen, *ready]) if chosen or ready else []
+
+    def _room_beside(self, decoding: int) -> int:
+        """The tokens of prompts in a step beside this many answers."""
+        rows = self._bucket(decoding) if decoding else 0
+        if rows != self._decode_rows:
+            self._decode_rows, self._room = rows, min(self.programs.prefill)
+        if not decoding or self._max_slowdown is None:
+            return self._most_rows
+        return self._room if rows in self._decode_times and self._steps_beside < REFRESH else 0
+
+    def _adjust_room(self, seconds: float) -> None:
+        """Choose `_room` from how long answers have waited for their newest tokens: it grows while there is time."""
+        prompts, decoded = self.step_tokens
+        self._wait, self._beside = self._wait + seconds, self._beside + prompts
+        if self._decode_rows and not decoded:
+            return  # a prompt was scored, and the answers still wait
+        waited, beside, self._wait, self._beside = self._wait, self._beside, 0.0, 0
+        if not self._decode_rows or self.step_seconds is None:
+            return
+        times = self._decode_times.get(self._decode_rows)
+        self._steps_beside = self._steps_beside + 1 if beside else 0
+        if not beside:
+            self._decode_times.setdefault(self._decode_rows, deque(maxlen=TIMES)).append(seconds)
+        elif times and self._max_slowdown is not None:
+            usual = float(np.median(times))
+            sizes = [size for size in self.programs.prefill if size <= self._most_rows]
+            larger = min((size for size in sizes if size > self._room), default=self._room)
+            limit = self._max_slowdown * usual
+            if waited > limit:
+                self._room = max((size for size in sizes if size < self._room), default=self._room)
+            elif 2 * beside > self._room and usual + larger / self._room * (waited - usual) <= limit:
+                self._room = larger
+
+    def _grow(self) -> None:
+        """Take the blocks that answers need next, the oldest first. If none is left, the newest sequence begins again
+        later, with all that it has so far, before those that wait."""
+        for sequence in list(self._running):
+            while sequence.decodes and sequence.place >= 0 and len(sequence.blocks) * BLOCK <= sequence.computed:
+                if self._pool.available:
+                    sequence.blocks += self._pool.take(1)
+                    continue
+                newest = self._running[-1]
+                self._stop(newest)
+                newest.computed, newest.prompt_logprobs = 0, []
+                self._waiting.appendleft(newest)
 
     def _admit(self) -> None:
-        """Begin requests in the order that they came, as far as there is room. One whose prompt begins as another's
-        that is being computed waits for that."""
+        """Begin requests in the order that they came, while there is room for what they have so far and a block more of
+        each that runs. One whose prompt begins as another's that is being computed waits for that."""
         if not (self._waiting and self._places):
             return
         computing = {key for s in self._running for key in s.keys[s.computed // BLOCK :]}
@@ -315,17 +388,15 @@ class Engine:
             if not self._places:
                 return
             request, size = sequence.request, sequence.prompt.size
-            end = size + (request.max_new_tokens or self.max_model_len)
             usable = [] if request.prompt_logprobs else sequence.keys[: (size - 1) // BLOCK]
             blocks = self._pool.cached(usable)
             if computing.intersection(usable[len(blocks) : len(blocks) + 1]):
                 self._pool.release(blocks)
                 continue
-            count = cdiv(min(end, self.max_model_len), BLOCK) - len(blocks)
-            slot: int | None = sequence.slot
-            if count <= self._pool.available and request.adapter is not None:
-                slot = self.slots.acquire(request.adapter)
-            if count > self._pool.available or slot is None:
+            count = cdiv(request.length, BLOCK) - len(blocks)
+            fits = count + len(self._running) <= self._pool.available
+            slot = -1 if request.adapter is None else self.slots.acquire(request.adapter) if fits else None
+            if not fits or slot is None:
                 self._pool.release(blocks)
                 return
             self._waiting.remove(sequence)
@@ -333,39 +404,46 @@ class Engine:
             computing.update(sequence.keys[len(blocks) :])
             sequence.place, sequence.slot = self._places.pop(), slot
             sequence.blocks = [*blocks, *self._pool.take(count)]
-            sequence.computed = request.cached_tokens = BLOCK * len(blocks)
-            self._prompt_tokens += size
-            self._cached_tokens += request.cached_tokens
+            sequence.computed = BLOCK * len(blocks)
+            if not sequence.begun:
+                request.cached_tokens, sequence.begun = sequence.computed, True
+                self._prompt_tokens += size
+                self._cached_tokens += request.cached_tokens
+
+    def _stop(self, sequence: _Sequence) -> None:
+        """Give up what a running sequence has."""
+        self._running.remove(sequence)
+        self._places.append(sequence.place)
+        self._pool.release(sequence.blocks)
+        sequence.place, sequence.blocks = -1, []
+        if sequence.request.adapter is not None:
+            self.slots.release(sequence.request.adapter)
 
     def _end(self, sequence: _Sequence) -> None:
-        was_running = sequence.place >= 0
-        (self._running if was_running else self._waiting).remove(sequence)
-        if was_running:
-            self._places.append(sequence.place)
-        self._pool.release(sequence.blocks)
+        if sequence.place >= 0:
+            self._stop(sequence)
+        else:
+            self._waiting.remove(sequence)
         if sequence.request.adapter is not None:
-            self.slots.release(sequence.request.adapter, was_running)
+            self.slots.remove(sequence.request.adapter)
 
-    def _pieces(self) -> list[tuple[_Sequence, int]]:
-        """Sequences with the ends of the pieces of their prompts in the next prefill step."""
+    def _pieces(self, room: int) -> list[tuple[_Sequence, int]]:
+        """Sequences with the ends of the pieces of their prompts in the next prefill step, of `room` tokens."""
         pieces: list[tuple[_Sequence, int]] = []
-        rows = 0
+        by_block = self.state.cache.shares_prefixes
+        unit = min(BLOCK if by_block else PIECE, self._most_rows)
         for sequence in self._running:
-            if pieces and not self.state.cache.shares_prefixes:
+            if pieces and not by_block:
                 break  # chunks of a delta net are rows of the step, so that each sequence must begin with the first
-            at = sequence.computed
-            while at < sequence.prompt.size and not sequence.request.prompt_logprobs:
-                end = min((at // PIECE + 1) * PIECE, sequence.prompt.size)
-                room = self._most_rows - rows
-                if end - at > room:
-                    if rows or self._most_rows >= PIECE:
-                        return pieces
-                    end = at + room
-                rows += end - at
-                if pieces and pieces[-1][0] is sequence:
-                    pieces.pop()
-                pieces.append((sequence, end))
-                at = end
+            if sequence.decodes or sequence.request.prompt_logprobs:
+                continue
+            size = min(sequence.prompt.size - sequence.computed, max(room, unit) if pieces == [] and room else room)
+            if sequence.computed + size < sequence.prompt.size:
+                size -= size % unit
+            if size <= 0:
+                break
+            pieces.append((sequence, sequence.computed + size))
+            room -= size
         return pieces
 
     @staticmethod
@@ -402,19 +480,21 @@ class Engine:
         return sizes[next((size for size in sizes if size >= rows), max(sizes))]
 
     def _decode(self, decoding: list[_Sequence]) -> None:
-        """Compute the hidden state of each sequence's newest token, as the first rows, in order."""
+        """Compute the next token of each sequence; hidden states of the newest ones become the first rows, in order."""
         order = self._in_order(decoding)
-        lengths = np.array([s.request.length for s in order])
+        positions = np.array([s.computed for s in order])
         rows = StepRows(
-            ids=np.array([s.request.token_ids[-1] for s in order]),
-            positions=lengths - 1,
+            ids=np.array([s.request.token_ids[s.computed - len(s.request.prompt)] for s in order]),
+            positions=positions,
             sequences=np.array([s.place for s in order]),
             slots=np.array([s.slot for s in order]),
-            blocks=[s.blocks[: cdiv(size, BLOCK)] for s, size in zip(order, lengths.tolist(), strict=True)],
-            lengths=lengths,
-            logits_indices=np.arange(len(order)),
+            blocks=[s.blocks[: cdiv(s.computed + 1, BLOCK)] for s in order],
+            lengths=positions + 1,
+            logits_indices=np.flatnonzero([s.at_newest for s in order]),
         )
         self._run_step(self.programs.decode[self._bucket(len(order))], rows)
+        for sequence in order:
+            sequence.computed += 1
 
     def _bucket(self, rows: int) -> int:
         return next(size for size in self.programs.limits.rows if size >= rows)
@@ -517,10 +597,11 @@ class Engine:
             result.append(TokenLogprobs(int(targets[i]), logprob, pairs, float(entropies[i])))
         return result
 
-    def _compute_with_logprobs(self, sequence: _Sequence) -> None:
+    def _compute_with_logprobs(self, sequence: _Sequence, room: int) -> None:
         """Compute the next piece of a prompt with log-probabilities, with a row of the head for each token."""
         request, prompt, start = sequence.request, sequence.prompt, sequence.computed
-        rows = np.arange(start, min(start + self.max_num_seqs, prompt.size - 1))
+        size = min(self.max_num_seqs, room) if self.state.cache.shares_prefixes else self.max_num_seqs
+        rows = np.arange(start, min(start + size, prompt.size - 1))
         for first in range(0, rows.size, self._most_rows):
             self._compute_rows(sequence, rows[first : first + self._most_rows], first)
         if rows.size:
@@ -531,6 +612,7 @@ class Engine:
                 replace(item, top=item.top[: request.logprobs or 0]) for item in self._logprobs(head, prompt[rows + 1])
             ]
         sequence.computed += rows.size
+        self._beside += rows.size
         if sequence.computed == prompt.size - 1:
             self._compute_rows(sequence, np.array([prompt.size - 1]), 0)
             sequence.computed = prompt.size

@@ -44,6 +44,9 @@ class SlotSpec:
         scaling = {module: config.scaling(module) for module in paths}
         return cls(max(map(config.rank, paths)), scaling, config.use_dora)
 
+    def has_magnitudes(self, module: str) -> bool:
+        return self.dora and module in self.scaling
+
 
 @dataclass(frozen=True)
 class Factor:
@@ -94,7 +97,7 @@ class AdapterSet:
         shapes = config.lora_modules
         module_numbers = {module: number for number, module in enumerate(shapes)}
         order = [module for module in module_numbers if any(module in spec.scaling for spec in specs)]
-        scaled = {module for module in order if any(spec.dora and module in spec.scaling for spec in specs)}
+        scaled = {module for module in order if any(spec.has_magnitudes(module) for spec in specs)}
         limit = max(1, max_binding // (4 * BLOCK * PAGE_BLOCKS)) * PAGE_BLOCKS
         factors: dict[tuple[str, str], Factor] = {}
         owners: list[list[int]] = [[]]
@@ -286,7 +289,8 @@ def _stacks(
 class Norms:
     """The program of an adapter set with DoRA.
 
-    `measure` once the base is loaded; then run `program` whenever parameters have changed."""
+    `measure` once the base is loaded; then run `program` whenever parameters have changed, or `update` if the adapters
+    of the slots have."""
 
     def __init__(self, model: LoadedModel, adapters: AdapterSet, group: str = "adapters"):
         self.device, self.adapters = model.device, adapters
@@ -299,7 +303,7 @@ class Norms:
         rec = Recorder(self.program)
         for module, weight in self._weights.items():
             for slot, spec in enumerate(adapters.specs):
-                if spec.dora and module in spec.scaling:
+                if spec.has_magnitudes(module):
                     self._record(rec, module, weight, slot)
 
     def _record(self, rec: Recorder, module: str, weight: Weight, slot: int) -> None:
@@ -320,6 +324,16 @@ class Norms:
             values = weight.values(self.device)
             squares = np.einsum("oi,oi->o", values, values, dtype=np.float64)
             self.device.write(self._squares[module].storage.buffer, squares.astype(np.float32))
+
+    def update(self) -> None:
+        """Computes the gains of all slots. Where a slot's adapter has no magnitudes any more, they change nothing."""
+        self.program.run()
+        for module, (gain, norm) in self.adapters.gains.items():
+            for slot, spec in enumerate(self.adapters.specs):
+                if not spec.has_magnitudes(module):
+                    for tensor, value in ((gain, 1.0), (norm, 0.0)):
+                        width = tensor.shape[1]
+                        self.device.write(tensor.storage.buffer, np.full(width, value, np.float32), 4 * width * slot)
 
     def place_initial(self, slot: int) -> None:
         """Makes a slot's magnitudes those of its weights, so that they change nothing."""

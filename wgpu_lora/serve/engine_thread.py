@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.formats.peft_adapter import Matrices
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.device_errors import DeviceLost
@@ -138,6 +138,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[tuple[Future[Any], Callable[[Engine], Any]] | None] = queue.SimpleQueue()
         self._texts = ThreadPoolExecutor(1, "serve-text")
         self._remade = False
+        self._memory = asyncio.Lock()  # of who waits for an adapter to be in memory: first come, first served
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="serve-engine", daemon=True)
         self._thread.start()
@@ -148,14 +149,15 @@ class EngineThread:
         """What `act` returns or raises in the engine's thread, between two steps."""
         return await asyncio.wrap_future(self._submit(act))
 
-    async def start(self, answers: Sequence[RunningAnswer], read: AdapterFiles | None = None) -> bool:
-        """Run answers of a request, whose pieces then come.
+    async def start(self, answers: Sequence[RunningAnswer], read: Callable[[Path], Awaitable[AdapterFiles]]) -> None:
+        """Run answers of a request, whose pieces then come, once their adapter is in memory.
 
-        Returns: False if their adapter is not in memory, and must be given as `read`.
+        Args:
+            read: the files in an adapter's directory.
 
         Raises:
-            RequestError: too many answers are unfinished, or adapters in use (429); the adapter has been unloaded
-                (404); or the engine has failed (503).
+            RequestError: too many answers are unfinished (429); the adapter has been unloaded (404); or the engine has
+                failed (503).
             UserError: the engine refuses one.
         """
         if len(self._answers) + len(answers) > self._limit:
@@ -164,15 +166,33 @@ class EngineThread:
             raise RequestError(text, status, code="rate_limit_exceeded")
         self._loop = asyncio.get_running_loop()
         self._answers |= {answer.request: answer for answer in answers}
+        name, add = answers[0].request.adapter, partial(self._add, answers)
         try:
-            started: bool = await self.call(partial(self._add, answers, read))
+            if (name is None or not self._memory.locked()) and await self.call(add):
+                return
+            assert name is not None
+            async with self._memory:
+                while not await self.call(add):
+                    if name not in self.adapters:
+                        raise unknown_model(name)  # it has just been unloaded
+                    await self._load(name, await read(self.adapters[name]))
         except BaseException:
             self.stop(answers)
             raise
-        if not started:
-            for answer in answers:
-                self._answers.pop(answer.request, None)
-        return started
+
+    async def load(self, name: str, files: AdapterFiles) -> None:
+        """Load one of `adapters` into the engine. Raises UserError if it does not fit."""
+        async with self._memory:
+            await self._load(name, files)
+
+    async def _load(self, name: str, files: AdapterFiles) -> None:
+        """Load an adapter once one in memory has no requests. Requests that come later wait, so that this will be."""
+        while True:
+            try:
+                await self.call(partial(self._put, name, files))
+                return
+            except NoRoomError:
+                await asyncio.sleep(0.01)
 
     def stop(self, answers: Sequence[RunningAnswer]) -> None:
         """End answers that are not finished; their pieces come no more."""
@@ -237,19 +257,20 @@ class EngineThread:
                     if not isinstance(error, UserError) or isinstance(error, DeviceLost):
                         raise
 
-    def _add(self, answers: Sequence[RunningAnswer], read: AdapterFiles | None, engine: Engine) -> bool:
+    def _add(self, answers: Sequence[RunningAnswer], engine: Engine) -> bool:
+        """Give answers to the engine; False if their adapter is not in memory."""
         name = answers[0].request.adapter
         if any(answer.request not in self._answers for answer in answers):
             raise as_request_error(self.failure, 503)  # they have been failed with those that ran
         if name is not None and name not in engine.slots.names:
-            if name not in self.adapters:
-                raise unknown_model(name)  # it has just been unloaded
-            if read is None:
-                return False
-            engine.load_adapter(name, *read)
+            return False
         for answer in answers:
             engine.add(answer.request)
         return True
+
+    def _put(self, name: str, files: AdapterFiles, engine: Engine) -> None:
+        if name in self.adapters and name not in engine.slots.names:  # else it was unloaded, or the engine made again
+            engine.load_adapter(name, *files)
 
     def _pass_on(self, outputs: list[StepOutput]) -> None:
         # The next step may set a request's finish_reason before this output is read.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from wgpu_lora.errors import NoRoomError, UserError
+from wgpu_lora.errors import UserError
 from wgpu_lora.serve.schema import Json
 
 KINDS = {
@@ -38,8 +38,6 @@ def as_request_error(error: Exception | None, status: int = 500) -> RequestError
     """An error as one of a request: of what it asked for, or, with another status, of the engine that computed it."""
     if isinstance(error, RequestError):
         return error
-    if isinstance(error, NoRoomError) and status == 500:
-        return RequestError(str(error), 429, code="rate_limit_exceeded")
     if isinstance(error, UserError):
         return RequestError(str(error)) if status == 500 else RequestError(f"{error.problem}.", status)
     return RequestError("The server failed: it is a fault of its own, which its log shows.", status)

@@ -27,6 +27,7 @@ from wgpu_lora.serve.service import Service
 from wgpu_lora.signals import on_end_signal
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+MAX_SLOWDOWN = 4.0  # of answers, by the prompts of others; waits of up to 5 times are possible, as steps vary
 
 
 class _Server(Server):
@@ -68,6 +69,7 @@ def open_engine(
             max_loras=len(read) if max_loras is None else max_loras,
             max_lora_rank=max_lora_rank or max((spec.rank for spec in specs), default=16),
             dora=dora or any(spec.dora for spec in specs),
+            max_slowdown=MAX_SLOWDOWN,
             events=events,
             **options,
         )

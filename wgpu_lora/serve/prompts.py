@@ -83,7 +83,7 @@ def text_ids(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]
 
 
 def samplers(body: GenerationRequest, count: int) -> list[Sampler]:
-    """Of each of a prompt's answers: with a seed, of their own seeds from it on; without, of random ones."""
+    """Of each of a request's answers: with a seed, of their own seeds from it on; without, of random ones."""
     options: dict[str, Any] = {
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": body.top_p,

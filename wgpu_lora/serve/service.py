@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -109,6 +110,7 @@ class Service:
         self.fingerprint = "fp_" + hashlib.sha256(repr(settings).encode()).hexdigest()[:10]
         self._checker, self._stored = SchemaChecker(), ResponseStore()
         self._prompts = ThreadPoolExecutor(1, "serve-prompt")  # a tokenizer serves one at a time
+        self._changes = asyncio.Lock()  # of who loads or unloads an adapter
 
     @property
     def notes(self) -> list[str]:
@@ -153,29 +155,42 @@ class Service:
         return name
 
     async def load_adapter(self, body: LoadAdapter, raw: Json) -> Response:
-        name = body.lora_name
-        if name in self.engine.adapters or name == self.name:
-            raise RequestError(f"The name '{name}' is taken: use another, or unload it first.", param="lora_name")
-        directory = Path(body.lora_path)
-        if not os.path.isdir(directory):
-            raise RequestError(f"There is no directory {body.lora_path:.1000}.", 404, "lora_path")
-        read = await self._read(directory)
-        await self.prepare(self._add_codec, name, directory)
-        await self.engine.call(lambda engine: engine.load_adapter(name, *read))
-        self.engine.adapters[name] = directory
+        """Goes on if the client leaves, as `unload_adapter` does."""
+        return await asyncio.shield(self._load_adapter(body.lora_name, Path(body.lora_path)))
+
+    async def _load_adapter(self, name: str, directory: Path) -> Response:
+        async with self._changes:
+            if name in self.engine.adapters or name == self.name:
+                raise RequestError(f"The name '{name}' is taken: use another, or unload it first.", param="lora_name")
+            if not os.path.isdir(directory):
+                raise RequestError(f"There is no directory {directory!s:.1000}.", 404, "lora_path")
+            read = await self._read(directory)
+            await self.prepare(self._add_codec, name, directory)
+            self.engine.adapters[name] = directory
+            try:
+                await self.engine.load(name, read)
+            except BaseException:
+                self._forget(name)
+                raise
         return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
 
     async def _read(self, directory: Path) -> AdapterFiles:
         return await run_in_threadpool(read_adapter_for, self._config, directory)
 
     async def unload_adapter(self, body: UnloadAdapter, raw: Json) -> Response:
-        if body.lora_name not in self.engine.adapters:
-            raise RequestError(f"There is no adapter '{body.lora_name:.100}': /v1/models lists them.", 404, "lora_name")
-        name = body.lora_name
+        return await asyncio.shield(self._unload_adapter(body.lora_name))
+
+    async def _unload_adapter(self, name: str) -> Response:
+        async with self._changes:
+            if name not in self.engine.adapters:
+                raise RequestError(f"There is no adapter '{name:.100}': /v1/models lists them.", 404, "lora_name")
+            self._forget(name)
+            await self.engine.call(lambda engine: engine.unload_adapter(name) if name in engine.slots.names else None)
+        return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
+
+    def _forget(self, name: str) -> None:
         del self.engine.adapters[name]
         self._codecs.pop(name, None)
-        await self.engine.call(lambda engine: engine.unload_adapter(name) if name in engine.slots.names else None)
-        return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
 
     async def answers(
         self,
@@ -203,7 +218,7 @@ class Service:
         if body.ignore_eos and form.source is not None:
             raise RequestError("'ignore_eos' cannot be used with a grammar, which has an end.", param="ignore_eos")
         stop_ids = {*(() if body.ignore_eos else codec.stop_ids), *(body.stop_token_ids or [])}
-        draws = samplers(body, body.n or 1)
+        draws = iter(samplers(body, len(prompts) * (body.n or 1)))
         grammar = None if form.source is None else await run_in_threadpool(codec.vocabulary.compile, form.source)
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
         result: list[RunningAnswer] = []
@@ -212,7 +227,7 @@ class Service:
             if (body.min_tokens or 0) > new_tokens:
                 sentence = f"'min_tokens' is {body.min_tokens:,}, but there may be {new_tokens:,} tokens: lower it."
                 raise RequestError(sentence, param="min_tokens")
-            for draw in draws:
+            for draw in islice(draws, body.n or 1):
                 limited = codec.vocabulary.restricted(body, grammar, stop_ids)
                 request = Request(list(prompt), adapter, draw, new_tokens or 1, stop_ids, grammar=limited, **options)
                 text = StreamedText(
@@ -225,11 +240,7 @@ class Service:
                     prompt=prompt if isinstance(body, CompletionRequest) else (),
                 )
                 result.append(RunningAnswer(len(result), request, text, pieces, adapter or self.name, new_tokens == 0))
-        if not await self.engine.start(result):  # the adapter was the one that was used least
-            directory = self.engine.adapters.get(adapter or "")
-            if directory is None:
-                raise unknown_model(adapter or "")
-            await self.engine.start(result, await self._read(directory))
+        await self.engine.start(result, self._read)
         return result
 
     def truncated(self, body: GenerationRequest, prompt: list[int], max_tokens: int | None) -> list[int]:
