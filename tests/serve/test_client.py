@@ -41,13 +41,13 @@ def test_generate_asks_a_server(server: Serving, capsys: pytest.CaptureFixture[s
     assert main([*ask, "--prompt", "one", "--system", "Be kind", "--json"]) == 0
     (answer,) = [json.loads(capsys.readouterr().out)[0]]
     assert (answer["text"], answer["stop_reason"]) == ("3 tuned: one", "stop")
-    assert answer["token_ids"] == TOKENIZER.encode("3 tuned: one")
+    assert answer["token_ids"] == [*TOKENIZER.encode("3 tuned: one"), max(TOKENIZER.stop_ids)]
     rows = [{"prompt": "one", "id": 1}, {"messages": [{"role": "user", "content": "two"}], "id": 2}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main([*ask, "--prompts", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]) == 0
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["id"], row["response"]) for row in answers] == [(1, "2 tuned: one"), (2, "2 tuned: two")]
-    assert answers[0]["tokens"] == len(TOKENIZER.encode("2 tuned: one"))
+    assert answers[0]["tokens"] == len(TOKENIZER.encode("2 tuned: one")) + 1
 
 
 def test_chat_keeps_the_conversation(

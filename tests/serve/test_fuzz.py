@@ -23,6 +23,7 @@ COUNT = int(os.environ.get("WGPU_LORA_REQUESTS", "300"))
 PATHS = {
     "/v1/chat/completions": schema.ChatRequest,
     "/v1/completions": schema.CompletionRequest,
+    "/v1/responses": schema.ResponsesRequest,
     "/tokenize": schema.TokenizeRequest,
     "/detokenize": schema.DetokenizeRequest,
     "/v1/load_lora_adapter": schema.LoadAdapter,
@@ -49,6 +50,8 @@ SCHEMA = st.recursive(
         st.fixed_dictionaries({"type": st.just("array"), "items": inner, "maxItems": st.integers(-1, 3)}),
         st.fixed_dictionaries({"type": st.just("object"), "properties": st.dictionaries(TEXT, inner, max_size=3)}),
         st.fixed_dictionaries({"anyOf": st.lists(inner, max_size=3)}),
+        st.fixed_dictionaries({"allOf": st.lists(inner, max_size=3), "not": inner}, optional={"properties": ANY}),
+        st.fixed_dictionaries({"oneOf": ANY}, optional={"pattern": ANY, "patternProperties": ANY, "required": ANY}),
     ),
     max_leaves=5,
 )
@@ -65,6 +68,14 @@ TOOL = st.fixed_dictionaries(
     {"type": st.just("function"), "function": st.fixed_dictionaries({"name": st.sampled_from(["f", "g", "a b"])},
                                                                     optional={"parameters": SCHEMA})}
 )  # fmt: skip
+ITEM = st.one_of(
+    MESSAGE,
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["message", "reasoning", "function_call", "function_call_output", "item_reference"])},
+        optional={"id": ANY, "call_id": ANY, "name": ANY, "arguments": ANY, "output": ANY, "role": ANY, "content": ANY,
+                  "summary": ANY},
+    ),
+)  # fmt: skip
 # Values that are often right; any other may come instead.
 RIGHT: dict[str, st.SearchStrategy[Any]] = {
     "messages": st.lists(MESSAGE, min_size=1, max_size=3),
@@ -72,6 +83,9 @@ RIGHT: dict[str, st.SearchStrategy[Any]] = {
     "tokens": st.lists(st.integers(0, 4200), max_size=5),
     "model": st.sampled_from(["base", "tuned", None]),
     "n": st.integers(1, 3),
+    "input": st.one_of(TEXT, st.lists(ITEM, min_size=1, max_size=4)),
+    "max_output_tokens": st.integers(1, 12),
+    "text": st.builds(lambda s: {"format": {"type": "json_schema", "name": "x", "schema": s}}, SCHEMA),
     "max_tokens": st.integers(1, 12),
     "max_completion_tokens": st.integers(1, 12),
     "tools": st.lists(TOOL, max_size=2),
@@ -104,7 +118,7 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     path = draw(st.sampled_from(list(PATHS)))
     fields = {info.alias or name: info.is_required() for name, info in PATHS[path].model_fields.items()}
     body: dict[str, Any] = {}
-    optional = draw(st.sets(st.sampled_from([*fields, *schema.REFUSED]), max_size=5))
+    optional = draw(st.sets(st.sampled_from([*fields, *schema.NEUTRAL]), max_size=5))
     for name in {*optional, *(name for name, required in fields.items() if required)}:
         right = RIGHT.get(name, SCALAR)
         body[name] = draw(right if draw(st.integers(0, 9)) else ANY)

@@ -339,5 +339,5 @@ def test_the_description_has_every_reference(server: Serving) -> None:
     assert names <= set(schemas)
     assert set(description["paths"]) == {
         "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/models", "/v1/models/{model}",
-        "/health", "/metrics",
+        "/v1/responses", "/health", "/metrics",
     }  # fmt: skip

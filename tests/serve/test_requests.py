@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -269,7 +270,10 @@ def test_a_forced_call_that_is_repeated_ends_the_answer(family: str, stream: boo
             calls, reason = response.choices[0].message.tool_calls, response.choices[0].finish_reason
         assert [json.loads(call.function.arguments) for call in calls] == [{"city": "Oslo"}]
         assert reason == "tool_calls"
-        assert not server.fake.busy or not server.fake.running
+        end = time.monotonic() + 10
+        while server.fake.busy and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not server.fake.busy
 
 
 def test_calls_are_those_that_are_allowed() -> None:
@@ -296,6 +300,9 @@ def test_calls_are_those_that_are_allowed() -> None:
         allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
             {"type": "function", "function": {"name": "weather"}}]}}  # fmt: skip
         assert "clock" in prompts[-1]
+        strict: Any = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+        raw = server.client.chat.completions.with_raw_response.create(model="base", messages=ASK, tools=[strict])
+        assert raw.headers["x-not-enforced"] == "strict"
         assert names(tool_choice=allowed) == ["weatherb", "weatherc"]
         assert '"clock"' not in prompts[-1]
         allowed["allowed_tools"]["tools"][0]["function"]["name"] = "none"

@@ -122,6 +122,11 @@ def test_schemas_are_followed(server: Serving, stream: bool) -> None:
     assert isinstance(response.output_parsed, Thing)
 
 
+def test_a_json_object_may_have_a_schema(server: Serving) -> None:
+    form: Any = {"type": "json_object", "schema": {"properties": {"n": {"enum": [1]}}, "required": ["n"]}}
+    assert server.client.responses.create(model="base", input="x", text={"format": form}).output_text == '{"n": 1}'
+
+
 def test_calls_are_forced_and_allowed_by_name(server: Serving) -> None:
     other = {**WEATHER, "name": "clock"}
     for choice in (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
 
 from wgpu_lora.infer.answers import overlap
 from wgpu_lora.infer.request import TokenLogprobs
@@ -16,23 +15,12 @@ from wgpu_lora.serve.schema import GenerationRequest, Json
 LEAST = -9999.0  # a log-probability of minus infinity, which JSON does not have
 
 
-class AnswerFormat(Protocol):
-    """From the pieces of a request's answers to choices."""
-
-    def start(self, index: int) -> list[Json]:
-        """Choices of a stream before the first piece of an answer."""
-
-    def deltas(self, piece: Piece) -> list[Json]:
-        """What a piece adds to a choice. A `finish_reason` ends it, whether or not the piece is the answer's last."""
-
-    def whole(self, index: int, deltas: Sequence[Json]) -> Json:
-        """The choice of an answer, of all its `deltas`."""
-
-
 async def choice_deltas(
-    engine: EngineThread, answers: Sequence[RunningAnswer], format: AnswerFormat
+    engine: EngineThread, answers: Sequence[RunningAnswer], format: ChatFormat | TextFormat
 ) -> AsyncIterator[Json]:
-    """What all answers of a request add to their choices, until the last has ended. Raises RequestError."""
+    """What all answers of a request add to their choices, until the last has ended. A `finish_reason` ends a choice,
+    whether or not its piece is the last of its answer. Raises RequestError.
+    """
     running = {answer.index: answer for answer in answers}
     while running:
         piece = await answers[0].pieces.get()
@@ -95,44 +83,63 @@ class ReasoningParser:
     """
 
     def __init__(self, marks: tuple[str, str], inside: bool) -> None:
-        self._begin, self._end = marks
-        self._before, self.inside = not inside, inside
-        self._text = ""  # that is not certain yet
-        self._blank = inside  # whether blank lines are left out that come next
+        self._marks, self._begins_inside, self.inside = marks, inside, inside
+        self._text, self._sent = "", (0, 0)  # characters of both parts
 
     def push(self, text: str, last: bool = False) -> tuple[str, str]:
         """(reasoning, other text) that are certain now."""
         self._text += text
-        if self._before:
-            start = self._text.lstrip()
-            if not last and len(start) < len(self._begin) and self._begin.startswith(start):
-                return "", ""
-            self._before, self.inside = False, start.startswith(self._begin)
-            if self.inside:
-                self._text, self._blank = start.removeprefix(self._begin), True
-        reasoning = self._take(self._end, last) if self.inside else ""
-        return reasoning, "" if self.inside else self._take("", last)
-
-    def _take(self, mark: str, last: bool) -> str:
-        """The text before the mark, or all that cannot begin it, without blank lines around it."""
-        text = self._text.lstrip("\n") if self._blank else self._text
-        place = text.find(mark) if mark else -1
-        end = len(text) if last or not mark else len(text) - overlap(text, mark)
-        result = text[: place if place >= 0 else end]
-        kept = result.rstrip("\n") if mark else result
-        self._text = text[len(kept) :]
-        self._blank = self._blank and not kept
-        if place >= 0:
-            self._text, self.inside, self._blank = text[place + len(mark) :], False, True
-        return kept
+        (begin, end), (first, second) = self._marks, self._sent
+        whole, start = self._text, self._text.lstrip()
+        if not self._begins_inside:
+            if not start.startswith(begin):
+                rest = "" if not last and begin.startswith(start) else whole
+                self._sent = 0, len(rest)
+                return "", rest[second:]
+            whole = start.removeprefix(begin)
+        thought, mark, rest = whole.partition(end)
+        self.inside = not mark
+        if not mark and not last:
+            thought = thought[: len(thought) - overlap(thought, end)]
+        thought, rest = thought.strip("\n"), rest.lstrip("\n")
+        self._sent = len(thought), len(rest)
+        return thought[first:], rest[second:]
 
 
-class ChatFormat:
-    """Pieces of answers as choices of a chat.
+class _Format:
+    """Pieces of answers as choices.
+
+    Args:
+        top: how many of the most likely tokens are returned; None for no log-probabilities.
+        token_ids: whether the tokens are.
+    """
+
+    def __init__(self, texts: TokenTexts, top: int | None, token_ids: bool) -> None:
+        self._texts, self._top, self._token_ids = texts, top, token_ids
+
+    def _delta(self, piece: Piece, fields: Json, is_empty: bool, logprobs: Json | None, end: str | None) -> list[Json]:
+        """What a piece adds to a choice: nothing, or one with these fields."""
+        ids = {"token_ids": piece.tokens} if self._token_ids else {}
+        if is_empty and not (logprobs or end or any(ids.values())):
+            return []
+        return [{"index": piece.index, **fields, "logprobs": logprobs, "finish_reason": end, **ids}]
+
+    def _whole(self, index: int, fields: Json, deltas: Sequence[Json], columns: Sequence[str]) -> Json:
+        """A choice with these fields, of all its deltas. columns: of log-probabilities."""
+        parts = [delta["logprobs"] for delta in deltas if delta["logprobs"]]
+        logprobs = {name: [value for part in parts for value in part[name]] for name in columns}
+        ids = {"token_ids": [token for delta in deltas for token in delta["token_ids"]]} if self._token_ids else {}
+        end = deltas[-1]["finish_reason"]
+        return {
+            "index": index, **fields, "logprobs": None if self._top is None else logprobs, "finish_reason": end, **ids,
+        }  # fmt: skip
+
+
+class ChatFormat(_Format):
+    """Choices of a chat.
 
     Args:
         parsers: of calls of tools, and reasonings: of reasoning, one an answer.
-        top: how many of the most likely tokens are returned; None for no log-probabilities.
     """
 
     def __init__(
@@ -143,15 +150,17 @@ class ChatFormat:
         top: int | None = None,
         token_ids: bool = False,
     ) -> None:
-        self._texts, self._parsers, self._reasonings = texts, parsers, reasonings
-        self._top, self._token_ids = top, token_ids
+        super().__init__(texts, top, token_ids)
+        self._parsers, self._reasonings = parsers, reasonings
         self.reasoning_tokens = 0
 
     def start(self, index: int) -> list[Json]:
+        """Choices of a stream before the first piece of an answer."""
         delta: Json = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def deltas(self, piece: Piece) -> list[Json]:
+        """What a piece adds to a choice."""
         parser, end, delta = self._parsers[piece.index], piece.finish_reason, Json()
         content = piece.text
         if reasoning := self._reasonings[piece.index]:
@@ -168,53 +177,31 @@ class ChatFormat:
                 end = "tool_calls"
         if content:
             delta["content"] = content
-        values = [self._logprob(piece.logprobs)] if piece.logprobs and self._top is not None else []
-        if not (delta or end or values or (self._token_ids and piece.tokens)):
-            return []
-        choice: Json = {"index": piece.index, "delta": delta, "logprobs": None, "finish_reason": end}
-        if values:
-            choice["logprobs"] = {"content": values}
-        if self._token_ids:
-            choice["token_ids"] = piece.tokens
-        return [choice]
+        scored = piece.logprobs if self._top is not None else None
+        logprobs = {"content": [self._logprob(scored)]} if scored else None
+        return self._delta(piece, {"delta": delta}, not delta, logprobs, end)
 
     def whole(self, index: int, deltas: Sequence[Json]) -> Json:
+        """The choice of an answer, of all its `deltas`."""
         calls = [call for delta in deltas for call in delta["delta"].get("tool_calls", [])]
         texts = {
             name: "".join(delta["delta"].get(name) or "" for delta in deltas)
             for name in ("content", "reasoning", "reasoning_content")
         }
         message: Json = {"role": "assistant", "content": texts.pop("content") or (None if calls else "")}
-        message |= {name: text for name, text in texts.items() if text}
-        if calls:
-            message["tool_calls"] = calls
-        choice: Json = {"index": index, "message": message, "logprobs": None}
-        if self._top is not None:
-            choice["logprobs"] = {
-                "content": [value for delta in deltas if delta["logprobs"] for value in delta["logprobs"]["content"]]
-            }
-        choice["finish_reason"] = deltas[-1]["finish_reason"]
-        if self._token_ids:
-            choice["token_ids"] = [token for delta in deltas for token in delta["token_ids"]]
-        return choice
+        message |= {name: text for name, text in texts.items() if text} | ({"tool_calls": calls} if calls else {})
+        return self._whole(index, {"message": message}, deltas, ["content"])
 
     def _logprob(self, value: TokenLogprobs) -> Json:
         top = value.top[: self._top]
         if top and value.token not in dict(top):
             top = [*top, (value.token, value.logprob)]
-        return {
-            **self._texts.entry(value.token, value.logprob),
-            "top_logprobs": [self._texts.entry(*pair) for pair in top],
-        }
+        entries = [self._texts.entry(*pair) for pair in top]
+        return {**self._texts.entry(value.token, value.logprob), "top_logprobs": entries}
 
 
-class TextFormat:
-    """Pieces of answers as choices of a completion.
-
-    Args:
-        echo: the prompt's text, which each answer begins with.
-        top: how many of the most likely tokens are returned; None for no log-probabilities.
-    """
+class TextFormat(_Format):
+    """Choices of a completion. echo: the prompt's text, which each answer begins with."""
 
     def __init__(
         self,
@@ -224,46 +211,28 @@ class TextFormat:
         top: int | None = None,
         token_ids: bool = False,
     ) -> None:
-        self._texts, self._answers, self._echo = texts, answers, echo
-        self._top, self._token_ids = top, token_ids
-        self._started = [False] * len(answers)
+        super().__init__(texts, top, token_ids)
+        self._answers, self._echo, self._started = answers, echo, [False] * len(answers)
 
     def start(self, index: int) -> list[Json]:
         return []
 
     def deltas(self, piece: Piece) -> list[Json]:
-        index, echo = piece.index, self._echo[piece.index]
+        answer, echo, text = self._answers[piece.index], self._echo[piece.index], piece.text
         rows: list[tuple[TokenLogprobs | int, int]] = []  # with their offsets
-        text = piece.text
-        if not self._started[index]:
-            text, self._started[index] = echo + text, True
-            if self._top is not None and echo:
-                answer = self._answers[index]
+        if not self._started[piece.index]:
+            text, self._started[piece.index] = echo + text, True
+            if echo and self._top is not None:  # the first token of a prompt has no probability
                 prompt = answer.request.prompt
-                values = [prompt[0], *(answer.prompt_logprobs or ())]  # the first token has no probability
-                rows += zip(values, self._offsets(prompt, echo), strict=True)
-        if self._top is not None and piece.logprobs:
+                rows += zip([prompt[0], *(answer.prompt_logprobs or ())], self._offsets(prompt, echo), strict=True)
+        if piece.logprobs:
             rows.append((piece.logprobs, len(echo) + piece.offset))
-        if not (text or rows or piece.finish_reason or (self._token_ids and piece.tokens)):
-            return []
-        choice: Json = {"index": index, "text": text, "logprobs": None, "finish_reason": piece.finish_reason}
-        if rows:
-            choice["logprobs"] = self._logprobs(rows)
-        if self._token_ids:
-            choice["token_ids"] = piece.tokens
-        return [choice]
+        logprobs = self._logprobs(rows) if rows and self._top is not None else None
+        return self._delta(piece, {"text": text}, not text, logprobs, piece.finish_reason)
 
     def whole(self, index: int, deltas: Sequence[Json]) -> Json:
-        choice: Json = {"index": index, "text": "".join(delta["text"] for delta in deltas), "logprobs": None}
-        if self._top is not None:
-            parts = [delta["logprobs"] for delta in deltas if delta["logprobs"]]
-            choice["logprobs"] = {
-                name: [value for part in parts for value in part[name]] for name in self._logprobs([])
-            }
-        choice["finish_reason"] = deltas[-1]["finish_reason"]
-        if self._token_ids:
-            choice["token_ids"] = [token for delta in deltas for token in delta["token_ids"]]
-        return choice
+        text = "".join(delta["text"] for delta in deltas)
+        return self._whole(index, {"text": text}, deltas, [*self._logprobs([])])
 
     def _logprobs(self, rows: Sequence[tuple[TokenLogprobs | int, int]]) -> Json:
         result: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}

@@ -25,7 +25,6 @@ GRAMMAR_LIMITS = LLParserLimits(
     max_lexer_states=20_000, max_grammar_size=100_000, verbose_errors=False,
 )  # fmt: skip
 MAX_STEPS = 200_000  # properties that joined schemas name, counted each time
-MAX_PATTERNS = 64  # that are tried one by one
 # One space after ',' and ':', as most text has it: with free whitespace, a model may go on with it forever.
 JSON: Any = {
     "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True, "coerce_one_of": True,
@@ -35,6 +34,7 @@ SCHEMAS = ("items", "prefixItems", "additionalItems", "additionalProperties")  #
 BRANCHES = ("allOf", "anyOf", "oneOf")  # lists of schemas of the same value
 CONDITIONS = ("then", "else")
 NO_LEAP_SECONDS = "^[^:]*:[^:]*:[0-5]"  # which most programs do not read
+_IRREGULAR = re.compile(r"\(\?<?[=!]|\\[1-9k]")  # look-arounds and backreferences
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 
 
@@ -45,11 +45,8 @@ def grammar_schema(schema: Any, strict: bool | None) -> tuple[Json, set[str]]:
         ValueError, RecursionError: it is no schema, or too large.
     """
     closed = _ClosedSchema(schema, bool(strict))
-    failed, messages = _problems(closed.schema)
-    left_out: set[str] = set()
-    if failed and "regex parse error" in messages[0]:
-        left_out = closed.drop_patterns()
-        failed, messages = _problems(closed.schema)
+    left_out = closed.left_out
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar_from(closed.schema), limits=GRAMMAR_LIMITS)
     for message in [] if failed else messages:
         if message.startswith("Unimplemented keys: "):
             left_out.update(json.loads(message.partition(": ")[2]))
@@ -63,10 +60,6 @@ def grammar_from(schema: Json) -> str:
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON)
 
 
-def _problems(schema: Json) -> tuple[bool, list[str]]:
-    return LLMatcher.validate_grammar_with_warnings(grammar_from(schema), limits=GRAMMAR_LIMITS)
-
-
 class _ClosedSchema:
     """A copy of a schema whose objects have no other properties than it names, unless it says otherwise.
 
@@ -74,13 +67,16 @@ class _ClosedSchema:
 
     Args:
         strict: whether objects with `additionalProperties: true` are closed, too.
+
+    Attributes:
+        left_out: keywords with patterns that no grammar can hold.
     """
 
     def __init__(self, schema: Any, strict: bool) -> None:
         if schema is False:
             raise ValueError("it allows nothing")
         self._root: Json = {} if schema is True else schema
-        self._strict, self._steps = strict, 0
+        self._strict, self._steps, self.left_out = strict, 0, set[str]()
         self._parts: dict[tuple[str, str], Any] = {}  # definitions of objects that are closed elsewhere
         self.schema: Json = self._visit(self._root, True)
         for (keyword, name), value in self._parts.items():
@@ -102,7 +98,12 @@ class _ClosedSchema:
                 value = self._visit(value, closes and not joins)
             elif key == "$ref" and not (closes and not joins):
                 value = self._part(value)
-            if not (key == "uniqueItems" and value is False):
+            if key == "patternProperties" and (wrong := [name for name in value if _IRREGULAR.search(name)]):
+                value = {name: item for name, item in value.items() if name not in wrong}
+                self.left_out.add(key)
+            if key == "pattern" and _IRREGULAR.search(str(value)):
+                self.left_out.add(key)
+            elif not (key == "uniqueItems" and value is False):
                 result[key] = value
         if result.get("format") in ("date-time", "time"):
             result.setdefault("pattern", NO_LEAP_SECONDS)
@@ -156,39 +157,6 @@ class _ClosedSchema:
             self._parts[key] = None  # it may refer to itself
             self._parts[key] = self._visit(self._root[match[1]][match[2]], False)
         return f"#/{key[0]}/{key[1]}"
-
-    def drop_patterns(self) -> set[str]:
-        """Remove patterns that no grammar can hold, such as look-arounds; returns their keywords."""
-        result: set[str] = set()
-        tried: dict[str, bool] = {}
-
-        def holds(pattern: Any) -> bool:
-            if not isinstance(pattern, str) or (pattern not in tried and len(tried) == MAX_PATTERNS):
-                return True
-            if pattern not in tried:
-                try:
-                    re.compile(pattern)
-                    failed, messages = _problems({"type": "string", "pattern": pattern})
-                    tried[pattern] = not (failed and "regex parse error" in messages[0])
-                except (re.error, RecursionError, OverflowError):
-                    tried[pattern] = True  # it is wrong, which its grammar says
-            return tried[pattern]
-
-        def visit(node: Any) -> None:
-            if isinstance(node, dict):
-                if not holds(node.get("pattern")):
-                    del node["pattern"]
-                    result.add("pattern")
-                by_pattern: Any = node.get("patternProperties")
-                for pattern in [*by_pattern] if isinstance(by_pattern, dict) else ():
-                    if not holds(pattern):
-                        del by_pattern[pattern]
-                        result.add("patternProperties")
-            for item in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-                visit(item)
-
-        visit(self.schema)
-        return result
 
 
 class SchemaChecker:

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from secrets import token_hex
 from typing import Any
 
+from pydantic import ValidationError
+
 from wgpu_lora.serve.errors import RequestError
-from wgpu_lora.serve.schema import Json, ResponsesRequest, SamplingRequest
+from wgpu_lora.serve.schema import ChatRequest, Json, ResponsesRequest, SamplingRequest
 
 MAX_STORED = 64 << 20  # characters of all stored items
 LIKE_CHAT = (*SamplingRequest.model_fields, "chat_template_kwargs", "parallel_tool_calls", "top_logprobs")
@@ -47,8 +49,10 @@ class ResponseStore:
         return self._items[name][1]
 
 
-def as_chat(body: ResponsesRequest, raw: Mapping[str, Any], store: ResponseStore) -> tuple[Json, list[Json]]:
-    """(the JSON of a chat request, the items of its conversation). Raises RequestError."""
+def as_chat(
+    body: ResponsesRequest, raw: Mapping[str, Any], store: ResponseStore
+) -> tuple[ChatRequest, Json, list[Json]]:
+    """(a chat request, its JSON, the items of its conversation). Raises RequestError."""
     items = [{"role": "user", "content": raw["input"]}] if isinstance(raw["input"], str) else raw["input"]
     items = [
         stored
@@ -71,12 +75,16 @@ def as_chat(body: ResponsesRequest, raw: Mapping[str, Any], store: ResponseStore
     text = body.text
     if text and text.format and text.format.type != "text":
         form = {name: value for name, value in raw["text"]["format"].items() if name != "type"}
-        chat["response_format"] = {"type": text.format.type} | ({"json_schema": form} if form else {})
+        more = {"json_schema": form} if text.format.type == "json_schema" else {"schema": form.get("schema")}
+        chat["response_format"] = {"type": text.format.type, **more}
     chat["verbosity"] = text.verbosity if text else None
     chat["reasoning_effort"] = body.reasoning.effort if body.reasoning else None
     chat["max_completion_tokens"] = body.max_output_tokens
     chat["logprobs"] = body.top_logprobs is not None or LOGPROBS in (body.include or ())
-    return chat, items
+    try:
+        return ChatRequest.model_validate(chat), chat, items
+    except ValidationError as error:
+        raise RequestError(f"{error.errors()[0]['msg'].removeprefix('Value error, ')}.") from None
 
 
 def _nested(tool: Json) -> Json:
@@ -91,14 +99,14 @@ def _messages(items: Sequence[Json], result: list[Json]) -> list[Json]:
     """Items of a conversation as messages, behind those in `result`. Raises RequestError."""
     reasoning = ""
     for number, item in enumerate(items):
-        kind, place = item.get("type", "message"), f"input[{number}]"
+        kind, place = item.get("type") or "message", f"input[{number}]"
         last = result[-1] if result else {}
         if kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
-            reasoning = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+            reasoning = "".join(str(part.get("text", "")) for part in parts)
             continue
         if kind == "message":
-            role = {"developer": "system"}.get(item.get("role", ""), item.get("role"))
+            role = "system" if item.get("role") == "developer" else item.get("role")
             message: Json = {"role": role, "content": _text(item.get("content"), place)}
             if role == "system" == last.get("role"):
                 last["content"] += "\n\n" + message["content"]
@@ -121,14 +129,14 @@ def _messages(items: Sequence[Json], result: list[Json]) -> list[Json]:
     return result
 
 
-def _text(content: Any, place: str) -> str:
+def _text(content: str | list[Json] | None, place: str) -> str:
     if isinstance(content, str):
         return content
-    for part in content if isinstance(content, list) else [None]:
-        if not isinstance(part, dict) or not isinstance(part.get("text", part.get("refusal")), str):
-            kind = part.get("type") if isinstance(part, dict) else type(content).__name__
+    for part in content or ():
+        if not isinstance(part.get("text", part.get("refusal")), str):
+            kind = part.get("type")
             raise RequestError(f"{place} has content that is not text, but '{kind!s:.40}': leave it out.", param=place)
-    return "".join(part.get("text", part.get("refusal")) for part in content)
+    return "".join(str(part.get("text", part.get("refusal"))) for part in content or ())
 
 
 class ResponseEvents:

@@ -234,10 +234,24 @@ class ReasoningOptions(_Body):
     summary: str | None = None
 
 
+class Item(_Open):
+    """A part of a conversation: a message, or what its `type` says."""
+
+    type: str | None = None
+    id: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[Json] | None = None
+    summary: list[Json] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Json] | None = None
+
+
 class ResponsesRequest(SamplingRequest):
     """A conversation, as a text or as items."""
 
-    input: Text | Annotated[list[Json], Field(min_length=1)]
+    input: Text | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None

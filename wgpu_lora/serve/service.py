@@ -371,8 +371,8 @@ class Service:
         return await self.respond(await self.start_chat(body, raw), "chat.completion")
 
     async def responses(self, body: ResponsesRequest, raw: Mapping[str, Any]) -> Response:
-        chat, items = as_chat(body, raw, self._stored)
-        run = await self.start_chat(ChatRequest.model_validate(chat), chat)
+        chat, chat_raw, items = as_chat(body, raw, self._stored)
+        run = await self.start_chat(chat, chat_raw)
         growing = ResponseEvents(body, raw, body.model or self.name)
         events = self._response_events(run, growing, items if body.store is not False else None)
         if body.stream:
@@ -430,8 +430,14 @@ class Service:
         marks = codec.reasoning_marks if chat.form.source is None else None
         reasonings = [ReasoningParser(marks, chat.thinks) if marks else None for _ in range(count)]
         format = ChatFormat(texts, parsers, reasonings, top, bool(body.return_token_ids))
-        ignored = [name for name in ("reasoning_effort", "verbosity") if getattr(body, name) is not None]
-        return Run(body, answers, format, texts, chat.form, [name for name in ignored if name not in codec.template])
+        ignored = [
+            name
+            for name in ("reasoning_effort", "verbosity")
+            if getattr(body, name) is not None and name not in codec.template
+        ]
+        if "names" in chat.calls and any(tool.function.strict for tool in body.tools or ()):
+            ignored.append("strict")  # calls that are not forced follow no grammar
+        return Run(body, answers, format, texts, chat.form, ignored)
 
     def _prepare_chat(self, codec: Codec, body: ChatRequest, raw: Mapping[str, Any]) -> _Chat:
         choice, tools, names = body.tool_choice or "auto", body.tools or [], None
@@ -507,7 +513,7 @@ class _Chat:
 
 @dataclass(frozen=True)
 class Run:
-    """A request whose answers run. ignored: fields that the model's chat template does not read."""
+    """A request whose answers run. ignored: fields that change nothing, such as those that no chat template reads."""
 
     body: GenerationRequest
     answers: Sequence[RunningAnswer]
