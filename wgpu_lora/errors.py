@@ -28,6 +28,10 @@ class DeviceWarning(UserWarning):
     """A fault of a device that is worked around, or slow. The command line prints it as a line on stderr."""
 
 
+class TrainingWarning(UserWarning):
+    """What `RunRecord.warnings` has, from Python as it becomes known; the command line prints it."""
+
+
 class RolloutWarning(UserWarning):
     """Rewards or completions that a run cannot learn from."""
 

@@ -109,9 +109,15 @@ class StepResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def facts(self, gap: str = "  ") -> str:
-        """Loss, metrics and learning rate as text."""
-        metrics = (f"{name} {value:.4f}" for name, value in self.metrics.items())
-        return gap.join([f"loss {self.loss:.4f}", *metrics, f"lr {self.learning_rate:.2e}"])
+        """Loss (of a run that learns from rewards, the reward), metrics and learning rate as text."""
+        values = self.metrics if "reward" in self.metrics else {"loss": self.loss, **self.metrics}
+        metrics = (f"{name} {value:.4f}" for name, value in values.items())
+        return gap.join([*metrics, f"lr {self.learning_rate:.2e}"])
+
+    @property
+    def progress(self) -> float:
+        """What shows progress: the reward of a run that learns from rewards, else the loss."""
+        return self.metrics.get("reward", self.loss)
 
 
 class Events:

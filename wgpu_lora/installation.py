@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,9 @@ def program(name: str = NAME) -> str:
     result = shutil.which(name)
     if result and Path(result).resolve() == beside.resolve():
         return name
-    shorter = beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside
-    return _quoted(str(shorter))
+    with suppress(FileNotFoundError, ValueError):  # the folder is gone, or elsewhere
+        beside = beside.relative_to(Path.cwd())
+    return _quoted(str(beside))
 
 
 def _source(extra: str) -> tuple[list[str], str]:

@@ -51,7 +51,7 @@ def test_rows_are_shown_as_the_model_gets_them(run: Run, tmp_path: Path) -> None
     assert "1 with an empty answer" in empty["refused"]
     assert broken["refused"].startswith("it is a string")
     out = run(*show, "--row", 1).output()
-    assert out.startswith("line 1\n")
+    assert out.startswith(f"model     the tokenizer and the chat template of {model}\nline 1\n")
     assert f"{len(tokens)} tokens, " in out
     ids = " ".join(str(token["id"]) for token in tokens if token["trained"])
     assert f"\n          {ids}\n" in out, "ids stand beside the text"

@@ -355,7 +355,8 @@ def test_a_model_and_its_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[s
     adapter = make_adapter(tmp_path / "adapter", model, base_model_name_or_path=str(model))
     merged, alone = tmp_path / "merged.gguf", tmp_path / "lora.gguf"
     assert export("--adapter", adapter, "--quantize", "Q8_0", "--output", merged) == 0
-    first, second = capsys.readouterr().out.splitlines()
+    first, second, following = capsys.readouterr().out.splitlines()
+    assert following == f"next      llama-cli -m {merged}"
     assert first == f"exported  {model} and {adapter} into {merged}"
     assert second == f"size      {merged.stat().st_size:,} bytes, q8_0, 8.51 bits per weight"
     assert export("--adapter", adapter, "--lora", "--output", alone) == 0

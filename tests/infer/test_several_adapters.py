@@ -22,6 +22,7 @@ from wgpu_lora.models.loaded_model import LoadedModel
 PROMPT, TOKENS = "w7 w3 w11 w5", 6
 ONE_ANSWER = {"prompt", "text", "token_ids", "stop_reason", "tokens_per_second"}
 ONE_LOSS = {"loss", "perplexity", "tokens", "rows", "seconds", "data", "max_length", "objective", "metrics"}
+ONE_LOSS |= {"comparisons"}
 
 
 @pytest.fixture(scope="module")
@@ -204,8 +205,11 @@ def test_evaluate_prints_a_table(run: Any, model: LoadedModel, workspace: Path):
     )
     head, *lines, over, data = run(*both_options, "--compare")[1].splitlines()
     assert data.split()[:3] == ["data", "rows.jsonl:", "8"]
-    assert head.split() == ["name", "loss", "perplexity", "tokens"]
-    cells = [[name, f"{e.loss:.6f}", f"{e.perplexity:.4f}", f"{e.tokens:,}"] for name, e in expected.items()]
+    assert head.split() == ["name", "loss", "perplexity", "accuracy", "tokens"]
+    cells = [
+        [name, f"{e.loss:.6f}", f"{e.perplexity:.4f}", f"{e.metrics['mean_token_accuracy']:.4f}", f"{e.tokens:,}"]
+        for name, e in expected.items()
+    ]
     assert [line.split() for line in lines] == cells
     assert over.startswith("over      8 rows in ")
     report = json.loads(run(*both_options, "--json")[1])

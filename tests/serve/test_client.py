@@ -58,6 +58,34 @@ def test_chat_keeps_the_conversation(
     assert capsys.readouterr().out == "2 None: one\n4 None: two\n2 None: three\n"
 
 
+def test_chat_has_all_commands(
+    server: Serving, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    saved = tmp_path / "chat.jsonl"
+    lines = ["one", "/undo", "two", f"/save {saved}", "/system Be kind", "/set temperature 0.5", "/adapter tuned",
+             "three", "/retry", f"/load {saved}", "/adapters"]  # fmt: skip
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    assert main(["chat", "--url", server.url]) == 0
+    out, err = capsys.readouterr()
+    assert out == "2 None: one\n2 None: two\n5 tuned: three\n5 tuned: three\n"
+    assert json.loads(saved.read_text())["messages"][0] == {"role": "user", "content": "two"}
+    assert "removed: one" in err
+    assert "temperature = 0.5" in err
+    assert f"* tuned  {server.url}" in err
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [("/nothing", "no command /nothing"), ("/adapter nobody", "no adapter 'nobody'"), ("/set seeed 3", "seeed")],
+)
+def test_wrong_commands_of_a_chat_with_a_server(
+    server: Serving, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, part: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{line}\n"))
+    assert main(["chat", "--url", server.url]) == 2
+    assert part in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("options", "expected"), [([], 100), (["--max-new-tokens", "3"], 3)])
 def test_chat_asks_for_what_a_small_server_allows(
     monkeypatch: pytest.MonkeyPatch, options: list[str], expected: int

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
-from support.serving import VOCAB, demo_tokenizer
+from support.serving import VOCAB, demo_tokenizer, serving
+from support.tool_templates import HERMES_TEMPLATE
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.serve.grammars import MAX_TEXT, Vocabulary, choice_grammar, grammar_source
+from wgpu_lora.serve.grammars import MAX_TEXT, Vocabulary, answer_form, choice_grammar
 from wgpu_lora.serve.schema import CompletionRequest
 
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -90,7 +91,14 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "unknown rule": {"guided_grammar": "start: other"},
     "no grammar": {"guided_grammar": "\0"},
     "types": {"guided_json": {"type": "nothing"}},
-    "unknown keyword": {"guided_json": {"not": {"type": "string"}}},
+    "nothing": {"guided_json": False},
+    "no list": {"guided_json": {"allOf": 5}},
+    "names": {
+        "guided_json": {
+            "$defs": {"a": {"properties": {f"k{i}": {} for i in range(2000)}}},
+            "anyOf": [{"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}] * 1000,
+        }
+    },
     "no json": {"guided_json": "{"},
     "dangling": {"guided_json": {"$ref": "#/$defs/none"}},
     "remote": {"guided_json": {"$ref": "https://example.org/schema.json"}},
@@ -147,7 +155,7 @@ def test_wasteful_grammars_end_in_bounded_time(client: OpenAI, name: str) -> Non
 def test_a_grammar_beyond_its_limits_allows_the_end_alone_and_says_so() -> None:
     tokenizer = demo_tokenizer()
     grammar = Vocabulary(tokenizer, VOCAB).compile(
-        grammar_source(CompletionRequest(prompt="", guided_regex="ab")) or ""
+        answer_form(CompletionRequest(prompt="", guided_regex="ab")).source or ""
     )
     words = np.zeros((VOCAB + 31) // 32, np.uint32)
     wrong = tokenizer.encode("z")[0]
@@ -161,7 +169,7 @@ def test_a_grammar_beyond_its_limits_allows_the_end_alone_and_says_so() -> None:
 def test_masks_allow_exactly_the_tokens_that_continue() -> None:
     tokenizer = demo_tokenizer()
     vocabulary = Vocabulary(tokenizer, VOCAB)
-    source = grammar_source(CompletionRequest(prompt="", guided_choice=["abc", "abd"]))
+    source = answer_form(CompletionRequest(prompt="", guided_choice=["abc", "abd"])).source
     grammar = vocabulary.compile(source or "")
     words = np.zeros((VOCAB + 31) // 32, np.uint32)
     grammar.fill_mask(words)
@@ -173,3 +181,124 @@ def test_masks_allow_exactly_the_tokens_that_continue() -> None:
 def test_texts_of_choices_may_be_anything() -> None:
     with pytest.raises(UserError, match="no text to choose"):
         choice_grammar([])
+
+
+# -- closed objects, and what no grammar holds -------------------------------------------------------------------------
+
+OPEN: Any = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": True}
+INHERITED: Any = {
+    "$defs": {"base": {"type": "object", "properties": {"a": {"enum": [1]}, "me": {"$ref": "#/$defs/base"}}}},
+    "allOf": [{"$ref": "#/$defs/base"}, {"properties": {"b": {"enum": [2]}}, "required": ["b"]}],
+    "required": ["a"],
+}  # fmt: skip
+
+
+def accepts(schema: Any, strict: bool, value: Any) -> bool:
+    """Whether a grammar of a schema accepts a value."""
+    body = CompletionRequest.model_validate(
+        {"prompt": "", "response_format": {"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}}}
+    )
+    tokenizer = demo_tokenizer()
+    grammar = Vocabulary(tokenizer, VOCAB).compile(answer_form(body).source or "")
+    words = np.zeros((VOCAB + 31) // 32, np.uint32)
+    for token in [*tokenizer.encode(json.dumps(value)), min(tokenizer.stop_ids)]:
+        grammar.fill_mask(words)
+        if not words[token // 32] >> (token % 32) & 1:
+            return False
+        if token not in tokenizer.stop_ids:
+            grammar.accept(token)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("schema", "strict", "valid", "invalid"),
+    [
+        (SCHEMA["properties"], False, {"x": 1}, None),  # no keyword that it knows
+        ({"properties": {"a": {}}}, False, {"a": [1]}, {"a": 1, "z": 1}),
+        ({"properties": {"a": {"properties": {"b": {}}}}}, False, {"a": {"b": 1}}, {"a": {"z": 1}}),
+        (OPEN, False, {"a": 1, "z": 2}, {"a": 2}),
+        (OPEN, True, {"a": 1}, {"a": 1, "z": 2}),
+        ({"type": "object"}, False, {"z": {"y": 1}}, 5),
+        ({"type": "object"}, True, {}, {"z": 1}),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, True, {"z": 1}, {"z": "x"}),
+        ({"type": "object", "properties": {}, "required": ["z"]}, False, {"z": 1}, {"z": 1, "y": 1}),
+        (INHERITED, False, {"a": 1, "b": 2}, {"a": 1, "b": 2, "z": 3}),
+        (INHERITED, False, {"a": 1, "me": {"a": 1}, "b": 2}, {"a": 1, "me": {"z": 1}, "b": 2}),
+        ({"anyOf": [{"properties": {"a": {}}, "required": ["a"]}, {"properties": {"b": {}}, "required": ["b"]}]}, False,
+         {"b": 1}, {"b": 1, "z": 1}),
+        ({"properties": {"a": {}}, "anyOf": [{"required": ["a"]}, {"properties": {"b": {}}, "required": ["b"]}]}, False,
+         {"a": 1, "b": 1}, {"z": 1}),
+        ({"type": ["object", "null"], "properties": {"a": {}}}, False, None, {"z": 1}),
+        ({"type": "array", "items": {"properties": {"a": {}}}}, False, [{"a": 1}], [{"z": 1}]),
+        ({"properties": {"a": {}}, "unevaluatedProperties": False}, False, {"a": 1}, {"z": 1}),
+        ({"properties": {"k": {}}, "if": {}, "then": {"properties": {"v": {}}, "required": ["v"]}}, False,
+         {"k": 1, "v": 2}, {"z": 1}),
+        (True, False, [{"z": 1}], None),
+        ({}, True, "x", None),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, False, 1.5, "x"),
+        ({"not": {"type": "string"}, "enum": [1, "x"]}, False, 1, 2),
+        ({"type": "string", "format": "binary"}, False, "x", 1),
+        ({"type": "string", "pattern": "^(?!x)[a-z]+$"}, False, "x", 1),
+        ({"type": "object", "patternProperties": {"^(?=a)": {"type": "integer"}, "^b$": {"type": "integer"}}}, False,
+         {"b": 1}, {"b": "x"}),
+    ],
+)  # fmt: skip
+def test_objects_have_what_their_schemas_name(schema: Any, strict: bool, valid: Any, invalid: Any) -> None:
+    assert accepts(schema, strict, valid)
+    assert invalid is None or not accepts(schema, strict, invalid)
+
+
+def test_a_json_object_follows_its_schema(client: OpenAI) -> None:
+    form: Any = {"type": "json_object", "schema": {"properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}}
+    answer = client.chat.completions.create(model="base", messages=ASK, response_format=form)
+    assert json.loads(answer.choices[0].message.content or "") in ({"n": 1}, {"n": 2})
+
+
+UNHELD: dict[str, tuple[Any, str, Any]] = {
+    "unique": ({"type": "array", "items": {"enum": [1]}, "minItems": 2, "maxItems": 2, "uniqueItems": True},
+               "uniqueItems", False),
+    "not": ({"enum": [1], "not": {"type": "string"}}, "not", True),
+    "held format": ({"enum": ["2020-01-01"], "format": "date"}, "", None),
+    "other format": ({"enum": ["x"], "anyOf": [{"type": "string", "format": "color"}]}, "format", True),
+    "overlap": ({"oneOf": [{"enum": [1]}, {"type": "integer"}], "enum": [1]}, "oneOf", False),
+    "condition": ({"enum": [1], "if": {"type": "integer"}, "then": {"minimum": 2}}, "if, then", False),
+    "pattern": ({"enum": ["ab"], "allOf": [{"type": "string", "pattern": "^(?!a)"}]}, "pattern", False),
+    "slow pattern": ({"enum": ["a" * 40 + "b"], "not": {"pattern": "^(a+)+$"}}, "not", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", UNHELD)
+def test_what_a_grammar_leaves_out_is_named_and_checked(client: OpenAI, name: str, stream: bool) -> None:
+    schema, names, valid = UNHELD[name]
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    raw = client.chat.completions.with_raw_response.create(
+        model="base", messages=ASK, **options,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    )  # fmt: skip
+    assert raw.headers.get("x-not-enforced", "") == names
+    parsed: Any = raw.parse()
+    last = list(parsed)[-1] if stream else parsed
+    checks = last.model_dump().get("schema_check")
+    if not names:
+        assert checks is None
+    else:
+        (check,) = checks
+        assert (check["index"], check["valid"], check["error"] is None) == (0, valid, valid is True)
+
+
+def test_arguments_of_forced_calls_are_checked_too() -> None:
+    parameters = {"properties": {"a": UNHELD["unique"][0]}, "required": ["a"]}
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with serving(template=HERMES_TEMPLATE) as server:
+        raw = server.client.chat.completions.with_raw_response.create(
+            model="base", messages=ASK, tools=[tool], tool_choice="required", parallel_tool_calls=False
+        )
+        empty: Any = {"type": "function", "function": {"name": "g"}}
+        (call,) = server.client.chat.completions.create(
+            model="base", messages=ASK, tools=[empty], tool_choice="required", parallel_tool_calls=False
+        ).choices[0].message.tool_calls or []  # fmt: skip
+    assert raw.headers["x-not-enforced"] == "uniqueItems"
+    check = raw.parse().model_dump()["schema_check"]
+    assert [entry["valid"] for entry in check] == [False]
+    assert json.loads(call.function.arguments) == {}  # type: ignore[union-attr]

@@ -358,5 +358,6 @@ def test_the_description_has_every_reference(server: Serving) -> None:
     names = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
     assert names <= set(schemas)
     assert set(description["paths"]) == {
-        "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/models", "/health", "/metrics",
+        "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/models", "/v1/models/{model}",
+        "/health", "/metrics",
     }  # fmt: skip

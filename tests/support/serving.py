@@ -139,7 +139,8 @@ class FakeEngine:
             ]
         if token in request.stop_ids:
             request.finish_reason = "stop"
-            return StepOutput(request, None, prompt_logprobs=prompt_logprobs)
+            logprobs = None if request.logprobs is None else self._logprobs(distribution, token, request.logprobs)
+            return StepOutput(request, None, logprobs, prompt_logprobs, token)
         request.token_ids.append(token)
         if request.grammar:
             request.grammar.accept(token)

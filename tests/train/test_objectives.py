@@ -190,7 +190,7 @@ def test_the_device_agrees(device: Device, tmp_path: Path) -> None:
     evaluator = Evaluator(session.model, session.adapters, 16)
 
     def logprob(row: Row, slot: int | None) -> float:
-        loss, tokens = evaluator.loss([row], slot)
+        loss, _, tokens = evaluator.loss([row], slot)
         return -loss * tokens
 
     margins, values = [], np.array([run.stream.prepared.value(sample) for sample in step.samples])

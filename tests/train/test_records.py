@@ -43,7 +43,7 @@ def test_a_record_of_the_version_before_is_read_and_written_as_todays(tmp_path: 
     assert output.pop("schema") == SCHEMA
     before = json.loads((SINGLE / RUN).read_text())
     before["environment"]["device"] |= {"miscompiled": [], "units": ""}  # not known then
-    before["data"]["prompt_format"] = None
+    before["data"]["prompt_format"], before["warnings"] = None, []
     before["memory"]["host"], before["state"]["unrounded_eval_loss"] = 0, None
     del before["state"]["heldout_seconds"]
     before["state"] |= {"elapsed_seconds": 0.0, "step_seconds": 0.0, "warming_seconds": 0.0, "warmed_seconds": None}

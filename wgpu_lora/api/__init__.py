@@ -19,7 +19,7 @@ from wgpu_lora.api.notebook_progress import Bars
 from wgpu_lora.api.quantization import quantize
 from wgpu_lora.api.teacher_caches import teacher_cache
 from wgpu_lora.data import split_python_rows
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import TrainingWarning, UserError
 from wgpu_lora.events import EventForwarder, Events, StepResult
 from wgpu_lora.infer.answers import Answer
 from wgpu_lora.infer.generation_options import AnswerOptions, GenerationOptions
@@ -146,8 +146,14 @@ def finetune(
     for text in unused_options(explicit, resolved):
         warnings.warn(text, stacklevel=2)
     job = prepare_job(resolved, loaded_model, rows=rows)
+    start = job.run.start_warnings
+    for text in start:
+        warnings.warn(text, TrainingWarning, stacklevel=2)
     with Bars(progress_bar) as bars:
-        return job.train(EventForwarder(bars, *receivers))
+        record = job.train(EventForwarder(bars, *receivers))
+    for text in record.warnings[len(start) :]:
+        warnings.warn(text, TrainingWarning, stacklevel=2)
+    return record
 
 
 def _resolved_arguments(

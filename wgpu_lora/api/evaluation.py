@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from wgpu_lora.api.call_arguments import listeners
@@ -17,8 +18,10 @@ from wgpu_lora.events import Evaluating, EventForwarder, Events
 from wgpu_lora.infer import Evaluation
 from wgpu_lora.infer import evaluate as evaluate_rows
 from wgpu_lora.infer.answers import tokenizer_of
+from wgpu_lora.infer.exact_match import Match, compared
 from wgpu_lora.infer.named_adapters import BASE, adapters_on_device, check_directory, slots_of
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.tokenizer.chat_template import template_kwargs
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.track.run_log import HELD_OUT, DataFile, Losses, run_name
@@ -47,6 +50,9 @@ def evaluate(
     teacher: str | Path | None = None,
     teacher_adapter: str | Path | None = None,
     teacher_cache: str | Path | None = None,
+    exact_match: bool = False,
+    match_pattern: str | None = None,
+    match_field: str | None = None,
     goal: str | None = None,
     notes: str | None = None,
     run_log: bool = True,
@@ -68,6 +74,10 @@ def evaluate(
         objective: whose loss and metrics to measure. By default that of the adapter's training if it reads such rows,
             with the same options (beta, reference_adapter, ...), else sft, also after distillation.
         teacher, teacher_adapter, teacher_cache: whom to compare with, if the objective is kd (then the default).
+        exact_match: also answer each row greedily and compare the answer with the row's own, for the metric
+            `exact_match` and for `comparisons`. match_pattern: a regular expression, whose first match (or first group)
+            is compared instead of the whole text. match_field: the field of a JSON object that is compared, `a.b` of
+            one within another. Either includes `exact_match`.
         goal, notes, run_log: what the run log says about the evaluation, and whether it is recorded there.
         events: receives `loading` and `evaluating`.
         progress_bar: whether to show progress; by default, on a terminal and in a notebook.
@@ -86,6 +96,7 @@ def evaluate(
     whom = _teacher(teacher, teacher_adapter, teacher_cache)
     settings = _objective(source, adapter, objective, whom)
     source = _source(data, split, dataset_config)
+    match = _match(exact_match, match_pattern, match_field, settings["objective"])
     if settings["objective"] != "sft":
         opened = model if isinstance(model, LoadedModel) else open_model(str(model))
         with remarks(goal, notes, run_log):
@@ -95,7 +106,7 @@ def evaluate(
     opened, prepared = _heldout(model, source, adapters, options, skip_bad_rows)
     slots = {BASE: 0 if adapters else None}
     with remarks(goal, notes, run_log):
-        return _evaluate_slots(opened, prepared, adapters, slots, receivers, progress_bar)[BASE]
+        return _evaluate_slots(opened, prepared, adapters, slots, receivers, progress_bar, match)[BASE]
 
 
 def evaluate_several(
@@ -115,6 +126,9 @@ def evaluate_several(
     teacher: str | Path | None = None,
     teacher_adapter: str | Path | None = None,
     teacher_cache: str | Path | None = None,
+    exact_match: bool = False,
+    match_pattern: str | None = None,
+    match_field: str | None = None,
     goal: str | None = None,
     notes: str | None = None,
     run_log: bool = True,
@@ -146,7 +160,9 @@ def evaluate_several(
     settings = {
         name: _objective(_source(data, split, dataset_config), path, objective, whom) for name, path in names.items()
     }
-    if any(options["objective"] != "sft" for options in settings.values()):
+    objectives = [options["objective"] for options in settings.values()]
+    match = _match(exact_match, match_pattern, match_field, *objectives)
+    if any(name != "sft" for name in objectives):
         opened = model if isinstance(model, LoadedModel) else open_model(str(model))
         usual = next(options for options in settings.values() if options["objective"] != "sft")
         with remarks(goal, notes, run_log):
@@ -167,7 +183,7 @@ def evaluate_several(
     source = _source(data, split, dataset_config)
     opened, prepared = _heldout(model, source, directories, row_options, skip_bad_rows)
     with remarks(goal, notes, run_log):
-        return _evaluate_slots(opened, prepared, directories, slots, receivers, progress_bar)
+        return _evaluate_slots(opened, prepared, directories, slots, receivers, progress_bar, match)
 
 
 def prepared_rows(model: LoadedModel, data: str | Path) -> TokenizedData:
@@ -189,16 +205,37 @@ def _evaluate_slots(
     slots: Mapping[str, int | None],
     receivers: Sequence[Events],
     progress_bar: bool | None,
+    match: Match | None = None,
 ) -> dict[str, Evaluation]:
-    """The loss of the same rows for each of `slots`, by name."""
+    """The loss of the same rows for each of `slots`, by name, and answers if `match` compares them."""
     result: dict[str, Evaluation] = {}
     with Bars(progress_bar) as bars, adapters_on_device(model, directories) as adapters:
         for name, slot in slots.items():
             events = SummedProgress(len(result), len(slots), bars, *receivers)
-            with recorded_evaluation(model, prepared, name, None if slot is None else directories[slot]) as entry:
-                result[name] = evaluation = evaluate_rows(model, prepared, adapters, slot, events=events)
+            directory = None if slot is None else directories[slot]
+            with recorded_evaluation(model, prepared, name, directory) as entry:
+                evaluation = evaluate_rows(model, prepared, adapters, slot, events=events)
+                if match:
+                    answers = compared(model, prepared.rows, directory, match, events)
+                    share = fmean(comparison.matches for comparison in answers)
+                    metrics = evaluation.metrics | {"exact_match": share}
+                    evaluation = replace(evaluation, metrics=metrics, comparisons=answers)
+                result[name] = evaluation
                 note_results(entry, evaluation)
     return {name: replace(value, data=prepared.summary()) for name, value in result.items()}
+
+
+def _match(asked: bool, pattern: str | None, field: str | None, *objectives: str) -> Match | None:
+    """What `evaluate` compares of answers, if anything. Raises UserError if there are none to compare."""
+    if not asked and pattern is None and field is None:
+        return None
+    other = next((name for name in objectives if name != "sft"), None)
+    if other:
+        raise UserError(
+            f"{flag('exact_match')} compares answers of rows for sft, and these are evaluated by {other}: give "
+            f"{setting('objective', 'sft')} with such rows, or leave it out."
+        )
+    return Match(pattern, field)
 
 
 def _teacher(*values: str | Path | None) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from wgpu_lora.api.call_arguments import Callback, listeners, path_as_text
 from wgpu_lora.api.notebook_progress import Bars
 from wgpu_lora.data import Source, split_python_rows
 from wgpu_lora.data.json_values import kind_of
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import TrainingWarning, UserError
 from wgpu_lora.events import EventForwarder, Events
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.train.adapter_tasks import AdapterTask, task_of
@@ -104,5 +105,10 @@ class MultiAdapterPipeline:
         receivers = listeners("train()", events, before, callback)
         if before:
             raise TypeError(f"train() got an unexpected keyword argument {next(iter(before))!r}")
+        start = {f"{run.name}: {text}" for run in self.job.runs for text in run.start_warnings}
         with Bars(progress_bar) as bars:
-            return self.job.train(EventForwarder(bars, *receivers))
+            record = self.job.train(EventForwarder(bars, *receivers))
+        for text in record.warnings:
+            if text not in start:
+                warnings.warn(text, TrainingWarning, stacklevel=2)
+        return record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 import textwrap
@@ -14,11 +15,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from wgpu_lora.events import Events
+from wgpu_lora.installation import program
 from wgpu_lora.json_files import to_json
 from wgpu_lora.text import duration, escape_unprintable
 
 PLAIN_WIDTH = 120  # of tables without a terminal
 TICK = 0.5  # seconds
+FEWEST = 2  # items before a time is estimated, since the first may take longer
 SOON, OFTEN = 2.0, 10.0  # seconds until a Bar's first line without a terminal, and between lines
 
 
@@ -39,6 +42,22 @@ def line(label: str, text: str, whole: bool = False) -> None:
     label = f"{label:<9} "
     text = escape_unprintable(text)
     print(label + text if whole else folded(label + text, len(label)), flush=True)
+
+
+OF_ADAPTERS = (
+    "{program} chat --adapter {place}",
+    "{program} serve --lora-modules {place}",
+    "{program} export gguf --adapter {place} --output adapted.gguf && llama-cli -m adapted.gguf",
+)
+OF_MODELS = ("{program} chat --model {place}", "{program} serve --model {place}")
+
+
+def next_commands(place: Path | str, commands: Sequence[str]) -> None:
+    """What to do next with an adapter or a model, a command a line."""
+    label = "next"
+    for command in commands:
+        line(label, command.format(program=program(), place=shlex.quote(str(place))), whole=True)
+        label = ""
 
 
 def folded(text: str, indent: int = 0) -> str:
@@ -139,7 +158,7 @@ class Bar:
         count = f"{self._position:,.0f}" + (f" of {self._total:,.0f}" if self._total else "") + self._unit
         count = f": {count}" if self._total or self._unit else ""
         remaining = seconds * ((self._total or 0) - self._position) / max(self._position, 1e-9)
-        eta = f", about {duration(remaining)} left" if self._position >= 1 and remaining > 0 else ""
+        eta = f", about {duration(remaining)} left" if self._position >= FEWEST and remaining > 0 else ""
         with suppress(OSError):  # the reader is gone
             print(
                 f"{escape_unprintable(self._text)}{count} after {duration(seconds)}{eta}", file=sys.stderr, flush=True
@@ -218,7 +237,8 @@ def _progress(unit: str) -> Any:
 
         def render(self, task: Task) -> Text:
             remaining = task.time_remaining
-            return Text("" if remaining is None or task.finished else f"{duration(remaining)} left")
+            unknown = remaining is None or task.finished or task.completed < FEWEST
+            return Text("" if unknown else f"{duration(remaining or 0)} left")
 
     class WithDetail(Progress):
         def get_renderables(self) -> Iterable[Any]:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from wgpu_lora.cli.command import Command, Group
-from wgpu_lora.cli.console import Bar, TensorBar, console, line, print_json, table
+from wgpu_lora.cli.console import OF_MODELS, Bar, TensorBar, console, line, next_commands, print_json, table
 from wgpu_lora.cli.parameters import MODEL, Device, Json, Model, choice
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, Events
@@ -46,6 +46,7 @@ def import_model(
         write_packed(opened, output, events=TensorBar(bar))
     nbytes = sum(path.stat().st_size for path in output.glob("*.safetensors"))
     line("packed", f"{opened.name} into {output}, {nbytes:,} bytes of weights")
+    next_commands(output, OF_MODELS)
     return 0
 
 
@@ -92,6 +93,7 @@ def merge(
         line("note", rounding_note(beside))
     for text, loss in chain(before, losses):
         line("loss", f"{loss:.4f} {text}")
+    next_commands(output, OF_MODELS)
     return 0
 
 
@@ -201,6 +203,7 @@ def quantize(
         line("note", result.note)
     line("quantised", f"{source} to {name} in {result.seconds:.1f} s")
     line("written", f"{output}, {result.nbytes:,} bytes of weights")
+    next_commands(output, OF_MODELS)
     return 0
 
 
@@ -254,6 +257,7 @@ def gguf(
     line("size", f"{result.nbytes:,} bytes, {kind}, {result.bits_per_weight:.2f} bits per weight")
     for note in result.notes:
         line("note", note)
+    next_commands(output, ["llama-cli -m BASE.gguf --lora {place}" if lora else "llama-cli -m {place}"])
     return 0
 
 

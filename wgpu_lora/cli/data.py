@@ -10,7 +10,7 @@ import typer
 
 from wgpu_lora.cli import parameters
 from wgpu_lora.cli.command import Command, Group
-from wgpu_lora.cli.console import Bar, console, line, print_json, table
+from wgpu_lora.cli.console import Bar, console, line, next_commands, print_json, table
 from wgpu_lora.cli.parameters import Json, TrainingCommand, choice, training_options
 from wgpu_lora.cli.plan import PricePerHour, as_facts, show_projection
 from wgpu_lora.errors import UserError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from wgpu_lora.train.data_statistics import Choice, RowPreview, RowStatistics, Token
 
 
-CHOICES = ("max length", "packing", "rows cut", "rows lost", "trained tokens kept", "padding", "steps an epoch")
+CHOICES = ("max length", "packing", "cut", "lost", "tokens kept", "padding", "steps")  # rows cut and lost, an epoch's
 
 
 def stats(
@@ -165,8 +165,9 @@ def show(
     if any(number < 1 for number in row or ()):
         raise UserError("--row counts from 1: give a larger number.")
     args = with_demo_data(args)
+    model = args.model or "demo"
     source, numbers = sources_of(args)[0], set(row or ())
-    result = list(preview_rows(args, read_model(resolve_model(args.model or "demo")), source, numbers))
+    result = list(preview_rows(args, read_model(resolve_model(model)), source, numbers))
     if len(result) < len(numbers):
         raise UserError(f"{source.display_name} has fewer than {max(numbers):,} rows: give a smaller number for --row.")
     if as_json:
@@ -174,6 +175,7 @@ def show(
         return 0
     if note:
         line("recipe", note)
+    line("model", f"the tokenizer and the chat template of {model}")
     for preview in result:
         _print_preview(preview, PARTS[objective_of(args).rows_per_sample], tokens)
     return 0
@@ -347,4 +349,7 @@ def _print_prepared(report: dict[str, Any], output: Path) -> None:
     line(
         "rows",
         f"{rows['in']:,} in = {rows['out']:,} out + {rows['rejected']:,} rejected + {rows['duplicates']:,} duplicates",
+    )
+    next_commands(
+        output, ["{program} data show --data {place}", "{program} finetune --data {place} --output my-adapter"]
     )

@@ -59,7 +59,7 @@ def demo(
     line("before", _score(comparison.before))
     with TrainingProgress(job) as watcher:
         record = job.train(watcher)
-    code = report_run(record)
+    code = report_run(record, before=job.run.start_warnings)
     if code:
         return code
     with Bar("answering held-out requests after training", len(comparison.task.rows)) as bar:

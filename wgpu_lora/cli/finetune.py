@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.cli.console import OFTEN, Bar, console, is_terminal, line
+from wgpu_lora.cli.console import FEWEST, OF_ADAPTERS, OFTEN, Bar, console, is_terminal, line, next_commands
 from wgpu_lora.cli.parameters import choice, refuse_unused
-from wgpu_lora.cli.run_summary import CURES, describe, losses
+from wgpu_lora.cli.run_summary import CURES, describe, describe_answers, losses
 from wgpu_lora.cli.training_progress import StartupProgress, Trend, hardware
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, StepResult
@@ -75,6 +75,13 @@ Nonce = Annotated[
         help="The data owner's nonce, for a protected job whose releases come as files.", rich_help_panel=FILES
     ),
 ]
+ANSWERS = 16
+Answers = Annotated[
+    int,
+    typer.Option(
+        help="Held-out rows that are answered at the end, beside their own answers. [x>=0]", rich_help_panel=FILES
+    ),
+]
 
 
 def finetune(
@@ -86,6 +93,7 @@ def finetune(
     batch_tokens: BatchTokens = None,
     protected: Protected = None,
     nonce: Nonce = None,
+    answers: Answers = ANSWERS,
 ) -> int:
     """Train a LoRA adapter on your data, or several over one base model.
 
@@ -107,7 +115,11 @@ def finetune(
     describe(job)
     with TrainingProgress(job) as watcher:
         record = job.train(watcher)
-    return report_run(record)
+    code = report_run(record, before=job.run.start_warnings)
+    if record.outcome in ("finished", "stopped early"):
+        describe_answers(job, record, answers)
+        next_commands(record.directory, OF_ADAPTERS)
+    return code
 
 
 class TrainingProgress(StartupProgress):
@@ -167,7 +179,7 @@ class TrainingProgress(StartupProgress):
         self._hardware = hardware(line) or self._hardware
 
     def step(self, result: StepResult) -> None:
-        self._trend.add(result.loss)
+        self._trend.add(result.progress)
         text = result.facts()
         if not self._first:  # the first step includes compilation
             self._recent.append((result.step_tokens, result.step_processed_tokens, result.seconds))
@@ -200,7 +212,7 @@ class TrainingProgress(StartupProgress):
 
     def _remaining(self, result: StepResult) -> str:
         """The estimated time of the remaining steps, from the last ones."""
-        if not self._recent or result.step >= result.total_steps:
+        if len(self._recent) < FEWEST or result.step >= result.total_steps:
             return ""
         step_seconds = fmean(training_steps([(trained, seconds) for trained, _, seconds in self._recent]))
         return f"  {duration(step_seconds * (result.total_steps - result.step))} left"
@@ -217,10 +229,13 @@ def speed(trained: int, processed: int, seconds: float) -> str:
     return f"{trained / seconds:,.0f} trained, {processed / seconds:,.0f} processed tokens/s"
 
 
-def report_run(record: RunRecord, command: str | None = None, adapter: str | None = None) -> int:
+def report_run(
+    record: RunRecord, command: str | None = None, adapter: str | None = None, before: Collection[str] = ()
+) -> int:
     """Print how the run ended and where its adapter is; returns the exit code.
 
     command: that continues an interrupted run; '' prints none. adapter: where it is, if not in the run's directory.
+    before: warnings that were printed before training.
     """
     from wgpu_lora.train.run.stop_reasons import STOP_TEXT, exit_code
 
@@ -229,7 +244,7 @@ def report_run(record: RunRecord, command: str | None = None, adapter: str | Non
     count = count_noun(state.step, "step") if timed else f"{state.step:,} of {count_noun(state.total_steps, 'step')}"
     seconds = state.elapsed_seconds if record.options.target_seconds else state.seconds
     why = f"{count} in {seconds:,.1f} s ({STOP_TEXT[reason]})"
-    summary = losses(state.last_loss, state.first_eval_loss, state.trained_eval_loss)
+    summary = losses(output, state.last_loss, state.first_eval_loss, state.trained_eval_loss)
     scales = record.options.train == "quant-scales"
     where = f"the models are in {output}/last-f16 and others" if scales else f"the adapter is in {adapter or output}"
     line(outcome, "; ".join([why, *summary, where]))
@@ -242,6 +257,9 @@ def report_run(record: RunRecord, command: str | None = None, adapter: str | Non
         line("continue", continuation, whole=True)
     if outcome == "failed":
         print(f"wgpu-lora: {STOP_TEXT[reason]}: {CURES[reason]}.", file=sys.stderr)
+    for text in record.warnings:
+        if text not in before:
+            line("warning", text)
     if record.damaged_log_lines:
         line("log", f"dropped {count_noun(record.damaged_log_lines, 'damaged line')} of log.jsonl")
     return exit_code(reason, record.signal)
@@ -278,16 +296,19 @@ def _train(args: TrainingArguments, tasks: list[AdapterTask], schedule: str, bat
     )
     with PipelineTable(job) as table:
         record = job.train(table)
-    code = report_pipeline(record, job.home)
+    code = report_pipeline(record, job.home, [text for run in job.runs for text in run.start_warnings])
     if draw_curves({run.adapter_name: run.directory for run in job.runs}, job.home / CURVES):
         line("curves", str(job.home / CURVES))
     else:
         line("curves", f"not plotted: matplotlib is missing; {pip_line('plot')}")
+    if all(adapter.outcome in ("finished", "stopped early") for adapter in record.adapters):
+        adapters = " ".join(shlex.quote(f"{adapter.name}={adapter.checkpoint}") for adapter in record.adapters)
+        line("next", f"{program()} serve --lora-modules {adapters}", whole=True)
     return code
 
 
-def report_pipeline(record: PipelineRecord, home: Path) -> int:
-    """Print how each adapter ended and where it is; returns the exit code."""
+def report_pipeline(record: PipelineRecord, home: Path, before: Collection[str] = ()) -> int:
+    """Print how each adapter ended and where it is; returns the exit code. before: see `report_run`."""
     from wgpu_lora.train.run.stop_reasons import STOP_TEXT, exit_code
 
     outcomes = []
@@ -296,10 +317,13 @@ def report_pipeline(record: PipelineRecord, home: Path) -> int:
         outcomes.append(outcome)
         why = f"{adapter.name}: {adapter.step:,} of {count_noun(adapter.total_steps, 'step')} ({text})"
         result = adapter.losses
-        summary = losses(result.train, result.before, result.held_out)
+        summary = losses(Path(adapter.checkpoint), result.train, result.before, result.held_out)
         line(outcome, "; ".join([why, *summary, f"the adapter is in {adapter.checkpoint}"]))
         if outcome == "failed":
             print(f"wgpu-lora: adapter {adapter.name}: {text}: {CURES[adapter.stop_reason]}.", file=sys.stderr)
+        for warning in adapter.warnings:
+            if warning not in before:
+                line("warning", f"{adapter.name}: {warning}")
     if "interrupted" in outcomes:
         line("continue", f"{program()} finetune --output {shlex.quote(str(home))} --resume", whole=True)
     return max(exit_code(adapter.stop_reason, record.signal) for adapter in record.adapters)
@@ -342,7 +366,7 @@ class PipelineTable(StartupProgress):
         assert result.adapter, "a pipeline's adapters have names"
         self._rows[result.adapter] = result
         self._own[result.adapter] = result.step
-        self._trends[result.adapter].add(result.loss)
+        self._trends[result.adapter].add(result.progress)
         self._seconds[result.adapter].append((result.step_tokens, result.seconds))
         if result.eval_loss is not None:
             self._heldout[result.adapter] = result.eval_loss
@@ -403,7 +427,7 @@ class PipelineTable(StartupProgress):
                 Text(escape_unprintable(name)),
                 f"{result.step}/{result.total_steps}",
                 f"{result.epoch:.2f}",
-                f"{result.loss:.4f}",
+                f"{'reward ' if 'reward' in result.metrics else ''}{result.progress:.4f}",
                 heldout,
                 f"{result.tokens:,}",
                 f"{result.step_tokens / seconds:,.0f}",

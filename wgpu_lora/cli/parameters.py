@@ -168,6 +168,12 @@ class TrainingCommand(Command):
             super().format_options(ctx, formatter)
             return
         by_name = {parameter.name: parameter for parameter in self.get_params(ctx)}
+        common = {*(f.name for f in fields(TrainingArguments)), "recipe", "help_all", "help"}
+        own = [p.get_help_record(ctx) for name, p in by_name.items()
+               if name not in common and not getattr(p, "rich_help_panel", None)]  # fmt: skip
+        if own := [record for record in own if record]:
+            with formatter.section(OPTIONS):
+                formatter.write_dl(own)
         with formatter.section(MOST):
             formatter.write_dl([by_name[name].get_help_record(ctx) for name in self.most_used])
         with formatter.section(REST):

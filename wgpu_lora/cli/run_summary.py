@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wgpu_lora.cli.console import line
+from wgpu_lora.cli.console import Bar, TensorBar, line
 from wgpu_lora.cli.training_progress import describe_tuning
+from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import naming, with_renamed_options
 from wgpu_lora.text import count_noun, join_words
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES
+from wgpu_lora.train.run.run_outcome import few_steps
 from wgpu_lora.weights.base_formats import GGUF
 
 if TYPE_CHECKING:
+    from wgpu_lora.infer.exact_match import Comparison
     from wgpu_lora.models.loaded_model import LoadedModel
-    from wgpu_lora.train.finetune import Job
+    from wgpu_lora.train.finetune import FinetuneJob, Job
     from wgpu_lora.train.memory import MemoryPlan
     from wgpu_lora.train.options.training_arguments import TrainingArguments
     from wgpu_lora.train.run.adapter_run import AdapterRun
-
-
-FEW = 50  # total steps: with fewer, an adapter hardly changes
+    from wgpu_lora.train.run.records import RunRecord
 
 
 def describe(job: Job[Any]) -> None:
@@ -74,8 +77,8 @@ def describe_steps(run: AdapterRun, mark: str) -> None:
     warmup = run.warmup(total)
     rate = _decay(args) + (f" after {count_noun(warmup, 'step')} of warm-up" if warmup else "")
     line("steps", f"{mark}{total:,}; {length}; {rate}")
-    if total < FEW and not args.resume:
-        line("warning", f"{mark}{count_noun(total, 'step')} may be too few to learn much: try {_levers(run)}")
+    if text := few_steps(args, stream):
+        line("warning", mark + text)
 
 
 def _decay(args: TrainingArguments) -> str:
@@ -92,23 +95,6 @@ def _timed_rate(args: TrainingArguments) -> str:
         return rate
     seconds = f"{args.warmup_ratio * args.target_seconds:g} s"
     return f"{rate}, after {count_noun(args.warmup_steps, 'step') if args.warmup_steps else seconds} of warm-up"
-
-
-def _levers(run: AdapterRun) -> str:
-    """Options that would make more of a run with few steps."""
-    args, (packing, rows, accumulation) = run.args, run.args.batching
-    if args.max_steps > 0:
-        return "a larger --max-steps"
-    many_rows = len(run.stream.prepared.rows) > 1
-    falls = LR_SCHEDULES[args.lr_scheduler_type].decay is not None
-    levers = [
-        *(["--no-packing"] if packing else []),
-        *(["a smaller --gradient-accumulation-steps"] if accumulation > 1 and many_rows else []),
-        *(["a smaller --per-device-train-batch-size"] if rows > 1 and many_rows else []),
-        "a larger --num-train-epochs",
-        *(["--lr-scheduler-type constant"] if falls else []),
-    ]
-    return " or ".join([part for part in (", ".join(levers[:-1]), levers[-1]) if part])
 
 
 def describe_model(job: Job[Any]) -> None:
@@ -187,9 +173,69 @@ CURES = {
 }  # by why a run failed
 
 
-def losses(trained: float | None, before: float | None, heldout: float | None) -> list[str]:
-    """The training loss and the held-out loss (before and after) if known, as text; empty before the first step."""
+def losses(directory: Path, trained: float | None, before: float | None, heldout: float | None) -> list[str]:
+    """The training loss and the held-out loss (before and after) if known, and what the log in a run's directory says,
+    as text; empty before the first step. Of a run that learns from rewards, these instead of losses."""
+    from wgpu_lora.train.run.run_outcome import achievements, first_and_last
+    from wgpu_lora.train.run.training_log import LOG, read_log
+
     if trained is None:
         return []
+    lines = read_log(directory / LOG) if (directory / LOG).is_file() else []
     first = "" if before is None else f" ({before:.4f} before)"
-    return [f"loss {trained:.4f}", *([] if heldout is None else [f"held-out loss {heldout:.4f}{first}"])]
+    texts = [f"loss {trained:.4f}", *([] if heldout is None else [f"held-out loss {heldout:.4f}{first}"])]
+    return [*([] if first_and_last(lines, "reward") else texts), *achievements(lines)]
+
+
+SHOWN = 3  # answers beside the rows' own
+
+
+def describe_answers(job: FinetuneJob, record: RunRecord, count: int) -> None:
+    """Show greedy answers to held-out rows beside the rows' own, if these are examples, and how many are equal.
+
+    count: rows that are answered; 0 for none.
+    """
+    from wgpu_lora.infer.exact_match import compared, split_row
+
+    heldout, model, objective = job.run.heldout, job.session.model, job.run.stream.objective
+    examples = objective.unit == "token" and objective.rows_per_sample == 1 and model.tokenizer
+    if not (count and heldout and examples and record.options.train != "quant-scales"):
+        return
+    rows = [row for row in heldout.rows[:count] if split_row(row)]
+    if not rows:
+        return
+    try:
+        with Bar("answering held-out rows", None) as bar:
+            result = compared(model, rows, record.directory, events=AnswerBar(bar))
+    except UserError as error:
+        line("answers", f"none: {error}")
+        return
+    equal = sum(comparison.matches for comparison in result)
+    line(
+        "answers",
+        f"to {equal:,} of {count_noun(len(result), 'held-out row')}, the greedy answer equals the row's own; "
+        "'evaluate --exact-match' compares all rows, or a part of each answer",
+    )
+    show_comparisons(result[:SHOWN])
+
+
+def show_comparisons(comparisons: Sequence[Comparison]) -> None:
+    """Answers beside the rows' own, on a line each."""
+    for comparison in comparisons:
+        texts = {"prompt": comparison.prompt, "expected": comparison.reference, "answer": comparison.answer}
+        for label, text in texts.items():
+            line(label, shortened(" ".join(text.split()), from_end=label == "prompt"))
+
+
+def shortened(text: str, width: int = 200, from_end: bool = False) -> str:
+    """The beginning or the end of a text."""
+    if len(text) <= width:
+        return text
+    return f"...{text[3 - width :]}" if from_end else f"{text[: width - 3]}..."
+
+
+class AnswerBar(TensorBar):
+    """A bar of answered rows."""
+
+    def answering(self, done: int, total: int, tokens: int) -> None:
+        self._bar.advance(to=done, total=total, detail=f"{tokens:,} tokens of answers")

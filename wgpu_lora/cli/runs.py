@@ -59,6 +59,7 @@ def runs(
         style,
     )
     from wgpu_lora.track.run_log_tables import since as date
+    from wgpu_lora.train.options.training_arguments import TrainingArguments
     from wgpu_lora.train.run.run_tracking import with_log
 
     names = ids or []
@@ -88,8 +89,9 @@ def runs(
     styles = [style(entry) for entry in entries]
     rows: list[tuple[str, ...]] = [cells(entry) for entry in entries]
     if names:
+        defaults = TrainingArguments().as_dict()
         columns = text_columns = ("", *(entry.id for entry in entries))
-        found_facts = compared(*entries) if len(names) == 2 else list(facts(entries[0]).items())
+        found_facts = compared(*entries) if len(names) == 2 else list(facts(entries[0], defaults).items())
         rows, styles = [tuple(row) for row in found_facts], [None] * len(found_facts)
     cell_rows = [[escape_unprintable(cell, "\n") for cell in row] for row in rows]
     if as_markdown:

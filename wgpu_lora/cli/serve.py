@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import shlex
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,7 @@ from wgpu_lora.cli.command import Command
 from wgpu_lora.cli.console import Bar, TensorBar, line
 from wgpu_lora.cli.parameters import BaseDtype, Device, Model, choice
 from wgpu_lora.errors import UserError
+from wgpu_lora.installation import program
 from wgpu_lora.names.spelling import naming, with_renamed_options
 from wgpu_lora.weights.base_formats import AUTO
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from wgpu_lora.events import Events
     from wgpu_lora.models.loaded_model import LoadedModel
 
-MODULES = "--lora-modules"
+MODULES, KEY = "--lora-modules", "WGPU_LORA_API_KEY"
 
 
 class ServeCommand(Command):
@@ -51,7 +54,7 @@ def serve(
     unix_socket: Annotated[Path | None, typer.Option(help="Listen on this socket of the file system instead.")] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(help="Key that requests must have; better in the environment.", envvar="WGPU_LORA_API_KEY"),
+        typer.Option(help="Key that requests must have; better in the environment.", envvar=KEY),
     ] = None,
     allowed_origins: Annotated[
         list[str] | None, typer.Option(help="Origin of web pages that may use the server; may be given several times.")
@@ -104,7 +107,7 @@ def serve(
     from wgpu_lora.serve.prompts import Limits
 
     with naming(with_renamed_options({"adapter": "lora_modules"})):
-        adapters = named_adapters(lora_modules or [])
+        adapters = named_adapters(lora_modules or [], aliases=True)
         base_model = model_of(adapters, model)
         if (served_model_name or base_model) in adapters:
             raise UserError(
@@ -120,10 +123,23 @@ def serve(
             make, adapters, served_model_name or base_model, host=host, port=port, unix_socket=unix_socket,
             api_key=api_key, origins=tuple(allowed_origins or ()), allow_runtime_lora=allow_runtime_lora,
             limits=Limits(queue=max_queue), end_seconds=end_seconds,
-            tell=lambda address: print(f"Listening on {address}", flush=True),
+            tell=partial(_describe, [served_model_name or base_model, *adapters], unix_socket, bool(api_key)),
             note=lambda text: line("note", text),
         )  # fmt: skip
     return 0
+
+
+def _describe(models: Sequence[str], unix_socket: Path | None, has_key: bool, address: str) -> None:
+    """Where the server listens, its models, and commands that ask the last of them."""
+    print(f"Listening on {address}", flush=True)
+    line("models", ", ".join(models))
+    body = json.dumps({"model": models[-1], "messages": [{"role": "user", "content": "Hello"}]})
+    place = address if unix_socket is None else f"--unix-socket {shlex.quote(address)} http://localhost"
+    key = f' -H "Authorization: Bearer ${KEY}"' if has_key else ""
+    curl = f"curl {place}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    line("next", curl, whole=True)
+    if unix_socket is None:
+        line("", f"{program()} chat --url {address} --model {shlex.quote(models[-1])}", whole=True)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ _OPENAI_ROLES = {role: role for role in ROLES} | {"function": "tool"}
 _CALLS = ("function_call", "tool_call")  # ShareGPT's roles of turns whose value is the JSON of a call
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool"}
 _SHAREGPT_ROLES |= dict.fromkeys(_CALLS, "assistant") | _OPENAI_ROLES
-_TRAINED = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "loss_mask")
+TRAINED = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "loss_mask")
 _PART_KEYS = ("type", "text", "cache_control")
 
 
@@ -96,7 +96,7 @@ def _role(name: Any, roles: dict[str, str], where: str, turn: bool) -> str:
 
 def _weight(fields: dict[str, Any], where: str) -> int | None:
     """1 if a turn is trained on, 0 if not, None if it does not say; removes the fields that say so."""
-    marks = {name: fields.pop(name) for name in _TRAINED if name in fields}
+    marks = {name: fields.pop(name) for name in TRAINED if name in fields}
     for name, value in marks.items():
         if type(value) not in (bool, int, float) or value not in (0, 1):
             text, expected = json.dumps(value, default=repr)[:80], "0 (do not train on it) or 1"

@@ -54,12 +54,17 @@ def refusal(name: str, value: Any) -> str | None:
         return f"'{name:.80}' is not supported, since only text is trained on; remove it to train on the text alone"
     if "history" in words:
         return f"'{name:.80}' has earlier turns, which this format does not read; write all turns into 'messages'"
-    if (words & _TRAINED or name in _LENGTHS) and not is_harmless(name, value):
+    if is_of_training(name) and not is_harmless(name, value):
         return (
             f"'{name:.80}' is {kind_of(value)}, which may say what is trained on, but it is not read here; use "
             "'weight' of messages or 'labels' of 'input_ids', or remove it"
         )
     return None
+
+
+def is_of_training(name: str) -> bool:
+    """Whether a column may say what is trained on."""
+    return bool({*_words(name)} & _TRAINED) or name in _LENGTHS
 
 
 def is_input(name: str) -> bool:

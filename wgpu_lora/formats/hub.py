@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 from wgpu_lora.assets import DEMO_MODEL
@@ -15,6 +16,7 @@ from wgpu_lora.paths import check_path
 # Only safetensors: other weight formats may run code when they are loaded.
 ALLOW_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.*"]
 NAMES = ("demo", "smollm2")  # of models that are neither a path nor of the hub
+PUBLIC = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # models with names of our own, as the hub has them
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -49,6 +51,8 @@ def resolve_model(model: str) -> Path:
         raise UserError(f"the model directory {model} does not exist: check the path, or give a Hugging Face id.")
     if not _HUB_ID.fullmatch(model):
         raise UserError(f"{model!r} is neither a directory nor a Hugging Face id: give one such as Qwen/Qwen2.5-0.5B.")
+    if close := get_close_matches(model.lower(), ("demo", *PUBLIC), 1, cutoff=0.7):
+        raise UserError(f"there is no model directory {model}: did you mean {flag('model')} {close[0]}?")
     return _download(model)
 
 
@@ -64,7 +68,9 @@ def cached_model(model: str) -> Path | None:
 
 
 def base_name(model: str) -> str:
-    """The base model's name to write into files: a hub id unchanged, a path made absolute."""
+    """The base model's name to write into files, by which others can load it: a hub id, or an absolute path."""
+    if model in PUBLIC:
+        return PUBLIC[model]
     return str(Path(model).expanduser().resolve()) if model != "demo" and Path(model).expanduser().exists() else model
 
 

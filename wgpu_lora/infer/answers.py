@@ -255,11 +255,18 @@ def answer_table(
 
 
 class StreamedAnswer:
-    """The answer to one prompt. Text that may be the beginning of a stop string is held back."""
+    """The answer to one prompt. Text that may be the beginning of a stop string is held back.
 
-    def __init__(self, tokenizer: Tokenizer, prompt_tokens: int, stop: Sequence[str] = ()):
+    Args:
+        include_stop: whether the text includes the stop string that ends it.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_tokens: int, stop: Sequence[str] = (), include_stop: bool = False
+    ) -> None:
         self.generation = Generation(prompt_tokens)
         self._tokenizer, self._stop, self.stop_ids = tokenizer, stop, tokenizer.stop_ids
+        self._include_stop = include_stop
         self._decoder = StreamDecoder(tokenizer)
         self._output, self._pending, self._cut = "", "", False
 
@@ -273,11 +280,14 @@ class StreamedAnswer:
 
     def _emit(self, text: str, last: bool) -> str:
         self._pending += text
-        places = [place for stop in self._stop if (place := self._pending.find(stop)) >= 0]
+        places = [(place, len(stop)) for stop in self._stop if (place := self._pending.find(stop)) >= 0]
         if places:
             self._cut, self.generation.stop_reason = True, "stop"
         keep = 0 if last else max((overlap(self._pending, stop) for stop in self._stop), default=0)
-        end = min(places) if places else len(self._pending) - keep
+        end = len(self._pending) - keep
+        if places:
+            place, size = min(places)
+            end = place + size if self._include_stop else place
         text, self._pending = self._pending[:end], self._pending[end:]
         self._output += text
         return text

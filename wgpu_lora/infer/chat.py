@@ -13,7 +13,7 @@ from wgpu_lora.data import Tokenizer, read_jsonl
 from wgpu_lora.data.example_formats import parse_example
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.infer.answers import StreamedAnswer, replies, tokenizer_of
+from wgpu_lora.infer.answers import StreamedAnswer, notes_for, replies, tokenizer_of
 from wgpu_lora.infer.generation_options import GenerationOptions
 from wgpu_lora.infer.generator import Generator
 from wgpu_lora.infer.named_adapters import BASE, adapters_on_device, slots_of
@@ -21,6 +21,7 @@ from wgpu_lora.infer.prompts import chat_prompt, check_text, trained_prompt_form
 from wgpu_lora.models.adapter_modules import read_adapter_for
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.text import join_words
 from wgpu_lora.tokenizer.examples import CHAT, Conversation
 
 CAPACITY, LEAST = 4096, 512  # tokens of a conversation by default, and the minimum if memory is short
@@ -54,7 +55,7 @@ class Chat:
         if self.adapters:
             slots_of(self.adapters, True)  # the base can be selected at any time
         self.lanes = {name: ChatHistory(name) for name in names}
-        self.replies: dict[str, StreamedAnswer] = {}  # of the last turn
+        self.replies: dict[str, Any] = {}  # of the last turn
         self.left_out: dict[str, int] = {}  # turns that were left out of the prompt, by name
         self._stack = ExitStack()
         self._generator: Generator | None = None
@@ -78,6 +79,22 @@ class Chat:
     def templated(self) -> bool:
         """Whether messages go through a chat template; if not, every message is a prompt of its own."""
         return self.tokenizer.has_chat_template and self.prompt_format in (None, CHAT)
+
+    @property
+    def speakers(self) -> dict[str, str]:
+        """Who can answer, by name, and what it is."""
+        return {BASE: "the model without an adapter", **{name: str(place) for name, place in self.adapters.items()}}
+
+    def introduction(self) -> list[str]:
+        """Who answers, then notes for the user."""
+        result = [f"{self.model.name}, answered by {join_words([*self.lanes])}."]
+        if self.model.name == "demo" and BASE in self.lanes:
+            result.append("[the demo's model writes small Python functions over lists of integers, and nothing else]")
+        if not self.templated:
+            why = "The adapter was trained so" if self.tokenizer.has_chat_template else "The model has no chat template"
+            wording = "in Alpaca's wording" if self.prompt_format == "alpaca" else "as plain text"
+            result.append(f"{why}: it gets every message {wording}, without the earlier ones.")
+        return result + [f"[{note}]" for note in notes_for(self.model, self.adapters.values())]
 
     @property
     def prompt_format(self) -> str | None:

@@ -641,7 +641,7 @@ class Engine:
         if token in request.stop_ids:
             request.finish_reason = "stop"
             self._end(sequence)
-            return StepOutput(request, None, logprobs, of_prompt)
+            return StepOutput(request, None, logprobs, of_prompt, token)
         request.token_ids.append(token)
         if request.grammar:
             request.grammar.accept(token)

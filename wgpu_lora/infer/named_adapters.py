@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.hub import PUBLIC
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import allocate, missing_bytes, release
+from wgpu_lora.json_files import read_json
 from wgpu_lora.memory_leases import claim
 from wgpu_lora.models.adapter_modules import read_adapter_for
 from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec, fix_gains
@@ -22,10 +24,13 @@ from wgpu_lora.names.spelling import flag
 BASE = "base"  # name of the model without an adapter
 
 
-def named_adapters(texts: Sequence[str]) -> dict[str, Path]:
+def named_adapters(texts: Sequence[str], aliases: bool = False) -> dict[str, Path]:
     """Adapter directories by name, in the order of the command line: NAME=DIR, or DIR, named after its last part.
 
     A text that is an existing directory, or has a separator before its '=', is a DIR.
+
+    Args:
+        aliases: whether a directory may have several names.
 
     Raises:
         UserError: a name or a directory is empty or given twice.
@@ -40,7 +45,7 @@ def named_adapters(texts: Sequence[str]) -> dict[str, Path]:
                 "its own, NAME=DIR."
             )
         first_name = places.setdefault(os.path.realpath(directory), name)
-        if first_name != name:
+        if first_name != name and not aliases:
             raise UserError(
                 f"{flag('adapter')} lists {directory} twice, as '{first_name}' and as '{name}': leave one out."
             )
@@ -60,8 +65,16 @@ def _split(text: str) -> tuple[str, Path]:
 
 
 def base_of(adapter: str | Path) -> str | None:
-    """The base model in an adapter's configuration; None if it names none."""
-    return read_adapter(adapter)[0].base_model_name_or_path or None
+    """The base model in an adapter's configuration, or a name of our own for it that it was trained by; None if it
+    names none."""
+    base = read_adapter(adapter)[0].base_model_name_or_path or None
+    if base in PUBLIC.values():
+        for record in ("run.json", "metadata.json"):
+            with suppress(UserError):
+                options = read_json(Path(adapter) / record).get("options")
+                model = options.get("model") if isinstance(options, dict) else None
+                return model if PUBLIC.get(str(model)) == base else base
+    return base
 
 
 def model_of(adapters: Mapping[str, Path], model: str | None = None) -> str:

@@ -19,11 +19,12 @@ from wgpu_lora.gpu.tensor import Storage, persistent
 from wgpu_lora.gpu.tiling_check import check_tilings
 from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
 from wgpu_lora.gpu.verdicts import verdicts_of
+from wgpu_lora.infer.exact_match import Comparison
 from wgpu_lora.memory_leases import claim
 from wgpu_lora.models.adapter_set import AdapterSet
 from wgpu_lora.models.batch_inputs import Segment, StepInputs, Tables
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.ops.loss import sum_by_slot, token_logprobs
+from wgpu_lora.ops.loss import hits, sum_by_slot, sweep
 from wgpu_lora.ops.recorder import Recorder
 
 
@@ -33,7 +34,9 @@ class Evaluation:
 
     max_length: maximum tokens per row.
     data: a one-line summary of the rows.
-    objective: if it is not sft, the loss is that of the objective, perplexity is None, and `metrics` are its others.
+    objective: if it is not sft, the loss is that of the objective, and perplexity is None.
+    metrics: its others by name; of sft, `mean_token_accuracy`, the share of targets that are the most likely token, and
+        `exact_match`, the share of `comparisons` that match, if answers were asked for.
     """
 
     loss: float
@@ -45,6 +48,7 @@ class Evaluation:
     data: str = ""
     objective: str = "sft"
     metrics: dict[str, float] = field(default_factory=dict)
+    comparisons: list[Comparison] = field(default_factory=list)
 
 
 class Evaluator:
@@ -69,8 +73,8 @@ class Evaluator:
     ):
         self.model, self.adapters, self.device, config = model, adapters, model.device, model.config
         slots = len(adapters.specs) if adapters else 1
-        # Totals over all rows of a batch, of any slot.
-        self._total = persistent((1,), "f32", "workspace", "evaluation total")
+        # Totals over all rows of a batch, of any slot: log-probabilities, and targets that are the most likely token.
+        self._totals = [persistent((1,), "f32", "workspace", name) for name in ("evaluation total", "evaluation hits")]
         self._target_range = persistent((1, 2), "u32", "workspace", "evaluated targets")
         self._own_tables = tables is None
         tables = Tables.declare(config.tables(), tokens) if tables is None else tables
@@ -78,8 +82,9 @@ class Evaluator:
         self.program = Program(model.device, "evaluation")
         recorder = Recorder(self.program, compute_dtype=compute_dtype)
         hidden = model.decoder.hidden(recorder, self.inputs, adapters.bind(self.inputs) if adapters else {})
-        logprobs = token_logprobs(recorder, hidden, model.decoder.head, self.inputs.targets)
-        recorder.dispatch(sum_by_slot, logprobs, self._target_range, self._total, slots=1)
+        swept = sweep(recorder, hidden, model.decoder.head, self.inputs.targets)
+        for values, total in zip((swept.logprobs, hits(recorder, swept)), self._totals, strict=True):
+            recorder.dispatch(sum_by_slot, values, self._target_range, total, slots=1)
 
     def storages(self) -> set[Storage]:
         """All persistent storage that the program needs, including the model's weights and the adapters."""
@@ -93,8 +98,9 @@ class Evaluator:
 
     def loss(
         self, rows: Sequence[Row], slot: int | None = None, watch: Callable[[int], None] = lambda rows: None
-    ) -> tuple[float, int]:
-        """(mean loss, trained tokens) of rows with one adapter, or with the base model alone.
+    ) -> tuple[float, float, int]:
+        """(mean loss, share of targets that are the most likely token, trained tokens) of rows with one adapter, or
+        with the base model alone.
 
         watch: called with the number of finished rows, first with 0.
 
@@ -102,22 +108,23 @@ class Evaluator:
             UserError: no row has a trained token.
         """
         assert slot is None or self.adapters, "there is no adapter to evaluate"
-        total, tokens, completed = 0.0, 0, 0
+        sums, tokens, completed = np.zeros(2), 0, 0
         watch(completed)
         for together in pack([len(row.input_ids) for row in rows], range(len(rows)), self.inputs.tokens):
             segments = [Segment(rows[i].input_ids, rows[i].labels, slot) for i in together]
             count = int(self.inputs.upload(self.device, segments).max())
             self.device.write(self._target_range.storage.buffer, np.array([0, count], np.uint32))
-            self.device.write(self._total.storage.buffer, np.zeros(1, np.float32))
+            for total in self._totals:
+                self.device.write(total.storage.buffer, np.zeros(1, np.float32))
             self.program.run()
             # Summed in float64: a float32 total over many batches would lose precision.
-            total -= float(self.device.read(self._total.storage.buffer, 4).view(np.float32)[0])
+            sums += [self.device.read(total.storage.buffer, 4).view(np.float32)[0] for total in self._totals]
             tokens += count
             completed += len(together)
             watch(completed)
         if not tokens:
             raise UserError("The rows to evaluate have no trained tokens: check their labels, or use other data.")
-        return total / tokens, tokens
+        return float(-sums[0]) / tokens, float(sums[1]) / tokens, tokens
 
 
 @with_option_advice("max_length")
@@ -155,13 +162,17 @@ def evaluate(
         arena = Arena(model.device, plan.sizes)
         evaluator.build(arena)
         total = len(prepared.rows)
-        loss, trained = evaluator.loss(prepared.rows, slot, lambda rows: events.evaluating(Evaluating(rows, total)))
+        loss, accuracy, trained = evaluator.loss(
+            prepared.rows, slot, lambda rows: events.evaluating(Evaluating(rows, total))
+        )
     finally:
         arena.free()
         release(model.device, storages)
         stack.close()
     seconds = time.perf_counter() - begin
-    return Evaluation(loss, _perplexity(loss), trained, len(prepared.rows), seconds, prepared.max_length)
+    metrics = {"mean_token_accuracy": accuracy}
+    facts = trained, len(prepared.rows), seconds, prepared.max_length
+    return Evaluation(loss, _perplexity(loss), *facts, metrics=metrics)
 
 
 def _perplexity(loss: float) -> float:

@@ -76,6 +76,7 @@ class StepOutput:
 
     token: None if it ended without one: at a stop token, or by an error.
     logprobs: of the token, if the request wants them. prompt_logprobs: of prompt[1:], once, with the first output.
+    end_token: the token of `stop_ids` that ended it, whose `logprobs` these then are.
     The request's `finish_reason` is set by the time its last output is returned.
     """
 
@@ -83,6 +84,7 @@ class StepOutput:
     token: int | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    end_token: int | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
@@ -94,10 +94,21 @@ def rendered_call(
 
 class ToolCallParser:
     """Splits an answer, piece by piece, into content and calls. A call is complete at once; one that is no call, such
-    as broken JSON, is content."""
+    as broken JSON, is content.
 
-    def __init__(self, form: ToolFormat) -> None:
-        self._form = form
+    Args:
+        names: of the tools that may be called; None for any.
+        single: whether the answer ends with its first call.
+        forced: whether a grammar makes the answer calls alone, which ends once it repeats one of them.
+
+    Attributes:
+        ended: whether nothing more of the answer is read.
+    """
+
+    def __init__(
+        self, form: ToolFormat, names: Collection[str] | None = None, single: bool = False, forced: bool = False
+    ) -> None:
+        self._form, self._names, self._single, self._forced, self.ended = form, names, single, forced, False
         self._text = ""  # that may be, or begin, a call
         self._inside = False
         self._content = ""
@@ -106,7 +117,11 @@ class ToolCallParser:
     def push(self, text: str, last: bool = False) -> tuple[str, list[Json]]:
         """(content, calls) that are certain now."""
         form, start, content = self._form, len(self.calls), ""
+        if self.ended:
+            return "", []
         self._text += text
+        if self._forced:
+            return self._read_forced(last), self.calls[start:]
         while True:
             if not self._inside:
                 place = self._text.find(form.begin)
@@ -132,7 +147,25 @@ class ToolCallParser:
         # Whitespace between calls, and before the first, is no content.
         if self.calls and not content.strip():
             content = ""
+        if self._single and self.calls:
+            self.calls, self.ended = self.calls[:1], True
         return content, self.calls[start:]
+
+    def _read_forced(self, last: bool) -> str:
+        """Add the calls that are complete; returns one that the end of the answer cuts off, as content."""
+        while (place := self._text.find("{")) >= 0 and not self.ended:
+            try:
+                value, end = json.JSONDecoder().raw_decode(self._text, place)
+            except ValueError:
+                return self._text[place:] if last else ""
+            arguments = self._text[place : end - 1].partition(f'"{self._form.arguments}": ')[2]  # as the grammar has it
+            call = tool_call(value["name"], arguments)
+            self.ended = any(call["function"] == other["function"] for other in self.calls)
+            if self.ended:
+                break
+            self.calls.append(call)
+            self._text = self._text[end:]
+        return ""
 
     def _read(self, text: str) -> bool:
         """Add the calls of a text; False if it has none, or something else."""
@@ -151,6 +184,8 @@ class ToolCallParser:
                 calls += [tool_call(call["name"], self._arguments(call)) for call in values]
                 body = body[end:].lstrip("; \n\r\t").removeprefix(self._form.begin)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return False
+        if self._names is not None and any(call["function"]["name"] not in self._names for call in calls):
             return False
         self.calls += calls
         return bool(calls)

@@ -98,6 +98,13 @@ def target_logprobs(state: In, count: Fixed, logprobs: Out, *, rows: U32, rate: 
     return np.where(valid, rate * (target_logits - top) - np.log(np.where(valid, total, 1)), 0)
 
 
+@kernel("target_hits.wgsl", grid=lambda c: linear_grid(c.rows), lib=("linear",))
+def target_hits(state: In, count: Fixed, hits: Out, *, rows: U32) -> Any:
+    """hits = 1 where no logit is larger than the target's, by the state of `softmax_chunk`; 0 for rows >= count."""
+    top, _, target_logits, _ = state.reshape(rows, 4).T
+    return np.where(np.arange(rows) < int(count.reshape(-1)[0]), target_logits >= top, 0)
+
+
 @kernel("logprob_gradient.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
 def logprob_gradient(
     state: In,
@@ -161,6 +168,7 @@ class Sweep:
     support_logits: f32 [R, S] logits by their ids. gradient: set before the backward pass.
     """
 
+    targets: Targets
     logprobs: Tensor
     states: Mapping[float, Tensor]
     support_logits: Mapping[Tensor, Tensor]
@@ -242,7 +250,7 @@ def sweep(
     logprobs = into or rec.temp((rows,), name="logprobs")
     first_rate = 1 / temperatures[0]
     rec.dispatch(target_logprobs, states[temperatures[0]], targets.count, logprobs, rows=rows, rate=first_rate)
-    swept = Sweep(logprobs, states, support_logits)
+    swept = Sweep(targets, logprobs, states, support_logits)
 
     def backward() -> None:
         assert swept.gradient is not None
@@ -294,11 +302,12 @@ def _gradient(
     return total
 
 
-def token_logprobs(
-    rec: Recorder, hidden: Tensor, head: EmbeddingTable, targets: Targets, into: Tensor | None = None
-) -> Tensor:
-    """The log-probability of every target, f32 [R], given hidden states [T, hidden_size]; by default a new tensor."""
-    return sweep(rec, hidden, head, targets, into).logprobs
+def hits(rec: Recorder, swept: Sweep) -> Tensor:
+    """Which targets are the most likely token, f32 [R]: 1 or, for others and for padding, 0. A tie is a hit."""
+    state = next(iter(swept.states.values()))
+    result = rec.temp(swept.logprobs.shape, name="hits")
+    rec.dispatch(target_hits, state, swept.targets.count, result, rows=result.size)
+    return result
 
 
 def seed(swept: Sweep, gradient: SweepGradient) -> None:

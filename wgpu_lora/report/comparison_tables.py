@@ -11,6 +11,7 @@ from wgpu_lora.report.finished_runs import SPEEDS, Run
 from wgpu_lora.text import duration, join_words
 from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.run_outcome import achievements, first_and_last
 from wgpu_lora.train.run.stop_reasons import OUTCOMES, STOP_TEXT
 
 OWN = ("output", "resume", "overwrite", "run_log", "report_to")  # options that do not affect what is trained
@@ -30,13 +31,18 @@ def losses(run: Run) -> Facts:
     state, reason = run.record.state, run.record.stop_reason
     outcome = OUTCOMES.get(reason, reason)
     best, at = state.best_eval_loss, f", step {state.best_step:,}"
-    return {
+    by_loss = {
         "training loss, last": number(state.last_loss),
         **({} if (before := state.unrounded_eval_loss) is None else {"held-out loss, before rounding": number(before)}),
         "held-out loss, before": number(state.first_eval_loss),
         "held-out loss, last": number(state.trained_eval_loss),
         "held-out loss, best": number(best) + ("" if best is None else at),
+    }
+    return {
+        **({} if first_and_last(run.log, "reward") else by_loss),
+        **({"achieved": ", ".join(facts)} if (facts := achievements(run.log)) else {}),
         "steps": f"{state.step:,} of {state.total_steps:,}",
+        **({"warnings": " ".join(run.record.warnings)} if run.record.warnings else {}),
         "ended": f"{outcome} ({STOP_TEXT.get(reason, reason).partition(';')[0]})" if outcome == "failed" else outcome,
     }
 

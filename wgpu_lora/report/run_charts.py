@@ -10,6 +10,7 @@ from wgpu_lora.report.line_chart import COLOURS, Chart, Line, line_chart, parts,
 from wgpu_lora.track.hardware import Status
 from wgpu_lora.track.hardware.sampler import LOW, SPAN, held_back
 from wgpu_lora.train.memory import format_bytes
+from wgpu_lora.train.objectives.sft import ACCURACY
 
 KERNELS = 12  # most kernels that are shown
 LONG = 50  # fewest points of a line that is smoothed
@@ -24,6 +25,11 @@ PLOTS: dict[str, tuple[str, str, tuple[tuple[str, str, str], ...]]] = {
         "loss",
         "Solid: training. Dashed, with dots: held out.",
         (("loss", "mean", ""), ("eval_loss", "dots", ", held out")),
+    ),
+    "Token accuracy": (
+        "share of tokens",
+        "Trained tokens that are the most likely ones. Solid: training. Dashed, with dots: held out.",
+        ((ACCURACY, "mean", ""), (f"eval_{ACCURACY}", "dots", ", held out")),
     ),
     "Reward": (
         "reward",

@@ -1,6 +1,6 @@
 """An HTTP server with OpenAI's API: many adapters over one base, mixed in every batch.
 
-schema -> prompts, grammars, tool_calls -> engine_thread -> completions -> app -> http_server
+schema -> prompts, json_schemas, grammars -> engine_thread -> choices, responses -> service -> app -> http_server
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import pip_line
 
-LIBRARIES = ("starlette", "uvicorn", "llguidance", "prometheus_client")
+LIBRARIES = ("starlette", "uvicorn", "llguidance", "prometheus_client", "jsonschema")
 
 
 def check_libraries() -> None:

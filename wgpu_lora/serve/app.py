@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import traceback
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +51,10 @@ def make_app(service: Service, access: Access = Access(), allow_runtime_lora: bo
     """The application of a service."""
     endpoints = [
         Endpoint("/v1/chat/completions", "Answer a conversation", service.chat, schema.ChatRequest),
+        Endpoint("/v1/responses", "Answer a conversation of items", service.responses, schema.ResponsesRequest),
         Endpoint("/v1/completions", "Continue a text", service.complete, schema.CompletionRequest),
         Endpoint("/v1/models", "The base and its adapters", service.models),
+        Endpoint("/v1/models/{model:path}", "The base or an adapter", service.model),
         Endpoint("/tokenize", "Tokens of a text or a conversation", service.tokenize, schema.TokenizeRequest),
         Endpoint("/detokenize", "The text of tokens", service.detokenize, schema.DetokenizeRequest),
         Endpoint(HEALTH, "Whether the engine runs", service.health),
@@ -79,17 +82,18 @@ def route(endpoint: Endpoint, service: Service, access: Access) -> Route:
     async def respond(request: Request) -> Response:
         try:
             check_access(request, access)
-            body = raw = None
+            body, raw = None, request.path_params
             if endpoint.body:
                 text = await read_body(request, service.limits.body, service.limits.seconds)
-                body, raw = endpoint.body.model_validate_json(text), json.loads(text)
+                try:
+                    body, raw = endpoint.body.model_validate_json(text), json.loads(text)
+                except ValidationError as error:
+                    raise wrong_body(error, text) from None
             return await while_connected(request, endpoint.handler(body, raw))
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         except asyncio.CancelledError:  # by uvicorn, once its time to end is over
             return error_response(RequestError("The server ends: ask again once it has started anew.", 503))
-        except ValidationError as error:
-            return error_response(wrong_body(error))
         except Exception as error:
             return error_response(error)
 
@@ -97,11 +101,12 @@ def route(endpoint: Endpoint, service: Service, access: Access) -> Route:
 
 
 def check_access(request: Request, access: Access) -> None:
-    host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
-    if access.hosts is not None and host.strip("[]") not in access.hosts:
+    match = re.fullmatch(r"\[(.*)\](?::\d*)?|([^:]*?)\.?(?::\d*)?", request.headers.get("host", "").lower())
+    if access.hosts is not None and (not match or (match[1] or match[2]) not in access.hosts):
         raise RequestError("This server answers requests for its own address only.", 403)
-    key = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-    if access.api_key and request.url.path != HEALTH and not secrets.compare_digest(key, access.api_key.encode()):
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    known = scheme.lower() == "bearer" and secrets.compare_digest(key.strip().encode(), (access.api_key or "").encode())
+    if access.api_key and request.url.path != HEALTH and not known:
         raise RequestError("The API key is missing or wrong: send 'Authorization: Bearer KEY'.", 401,
                            code="invalid_api_key")  # fmt: skip
 
@@ -141,12 +146,32 @@ async def read_body(request: Request, limit: int, seconds: float) -> bytes:
     return bytes(result)
 
 
-def wrong_body(error: ValidationError) -> RequestError:
-    """The first of a body's problems as a sentence; of a union's, one that is not about its type."""
+def wrong_body(error: ValidationError, body: bytes) -> RequestError:
+    """The first of a body's problems as a sentence; of a union's, one that is not about its type, or the deepest."""
     problems = error.errors(include_url=False, include_context=False, include_input=False)
-    first = min(problems, key=lambda problem: problem["type"].endswith(("_type", "_parsing")))
-    place, text = ".".join(str(part) for part in first["loc"])[:100], first["msg"].removeprefix("Value error, ")
-    return RequestError(f"{place}: {text}." if place else f"{text}.", param=place or None)
+    value = None if problems[0]["type"] == "json_invalid" else json.loads(body)
+    paths = [json_path(problem["loc"], value, problem["type"] == "missing") for problem in problems]
+    path, first = min(
+        zip(paths, problems, strict=True),
+        key=lambda pair: (pair[1]["type"].endswith(("_type", "_parsing")), -len(pair[0])),
+    )
+    text = first["msg"].removeprefix("Value error, ")
+    return RequestError(f"{path:.100}: {text}." if path else f"{text}.", param=path[:100] or None)
+
+
+def json_path(place: Sequence[int | str], value: Any, missing: bool) -> str:
+    """The place of a problem as `messages[0].content`, without the names of types that were tried.
+
+    Args:
+        missing: whether the last part is not there.
+    """
+    result = ""
+    for part in place:
+        if isinstance(value, list) and isinstance(part, int):
+            result, value = f"{result}[{part}]", value[part]
+        elif isinstance(value, dict) and (part in value or (missing and part == place[-1])):
+            result, value = f"{result}.{part}".lstrip("."), value.get(part)
+    return result
 
 
 def error_response(error: Exception) -> Response:
@@ -159,7 +184,9 @@ def error_response(error: Exception) -> Response:
 async def no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     sentence = f"There is no {request.method} {request.url.path:.100}: /openapi.json lists what there is."
-    return error_response(RequestError(sentence, error.status_code, code="not_found"))
+    response = error_response(RequestError(sentence, error.status_code, code="not_found"))
+    response.headers.update(error.headers or {})  # which methods there are
+    return response
 
 
 def openapi(endpoints: Collection[Endpoint]) -> schema.Json:
@@ -171,14 +198,19 @@ def openapi(endpoints: Collection[Endpoint]) -> schema.Json:
     responses = {"200": {"description": "The answer"}, "default": {"description": "An object with 'error'"}}
     paths: schema.Json = {}
     for endpoint in endpoints:
+        path = endpoint.path.replace(":path}", "}")
         call: schema.Json = {
             "summary": endpoint.summary,
-            "operationId": endpoint.path.strip("/").replace("/", "_"),
+            "operationId": re.sub(r"\W+", "_", path.strip("/{}")),
             "responses": responses,
         }
+        if names := re.findall(r"{(\w+)}", path):
+            call["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+            ]
         if endpoint.body:
             content = {"application/json": {"schema": bodies[endpoint.body, "validation"]}}
             call["requestBody"] = {"required": True, "content": content}
-        paths[endpoint.path] = {"post" if endpoint.body else "get": call}
+        paths[path] = {"post" if endpoint.body else "get": call}
     info = {"title": "wgpu-lora", "version": "1"}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": definitions["$defs"]}}

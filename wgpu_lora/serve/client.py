@@ -39,20 +39,29 @@ class ServerClient:
             raise UserError(f"--url {url} is not an address of a server: give one such as http://127.0.0.1:8000.")
         self._prefix, self.url = parts.path.rstrip("/").removesuffix("/v1"), url
         with self.understood():
-            self.model = model or self._json("GET", "/v1/models")["data"][0]["id"]
+            self.model = model or self.models()[0]
+
+    def models(self) -> list[str]:
+        """The names of the server's models, its base first."""
+        with self.understood():
+            return [str(entry["id"]) for entry in self._json("GET", "/v1/models")["data"]]
 
     def complete(self, path: str, body: Mapping[str, Any]) -> Any:
         """The answer to a body for the path, such as /v1/completions."""
         return self._json("POST", path, {"model": self.model, **body})
 
-    def events(self, path: str, body: Mapping[str, Any]) -> Iterator[Any]:
-        """The chunks of an answer as they come."""
+    @contextmanager
+    def events(self, path: str, body: Mapping[str, Any]) -> Iterator[Iterator[Any]]:
+        """The chunks of an answer as they come; the answer ends with the block."""
         with self._request("POST", path, {"model": self.model, **body, "stream": True}) as response:
-            for line in response:
-                if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-                    chunk = json.loads(line[6:])
-                    self._check(chunk)
-                    yield chunk
+            yield self._chunks(response)
+
+    def _chunks(self, response: HTTPResponse) -> Iterator[Any]:
+        for line in response:
+            if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                chunk = json.loads(line[6:])
+                self._check(chunk)
+                yield chunk
 
     @contextmanager
     def understood(self) -> Iterator[None]:

@@ -28,24 +28,46 @@ from wgpu_lora.infer.answers import StreamedAnswer
 from wgpu_lora.infer.engine import Engine
 from wgpu_lora.infer.request import Request, StepOutput, TokenLogprobs
 from wgpu_lora.serve.errors import RequestError, as_request_error, unknown_model
-from wgpu_lora.serve.grammars import TokenGrammar
 from wgpu_lora.serve.metrics import Metrics
-from wgpu_lora.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.tokenizer.tokenizer import StreamDecoder, Tokenizer
 
 AdapterFiles = tuple[AdapterConfig, Matrices]
 
 
 class StreamedText(StreamedAnswer):
-    """The text of an answer, with that of some special tokens. markers: their texts."""
+    """The text of an answer.
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], markers: Mapping[int, str]) -> None:
-        super().__init__(tokenizer, 0, stop)
-        self._markers = markers
+    Args:
+        stop: not looked for in the first `min_tokens` tokens.
+        markers: texts of special tokens that it has, even if it skips the others.
+        prompt: what it continues.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        markers: Mapping[int, str],
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+        prompt: Sequence[int] = (),
+    ) -> None:
+        super().__init__(tokenizer, 0, stop, include_stop)
+        self._decoder = StreamDecoder(tokenizer, skip_special_tokens, prompt)
+        self._markers, self._stops, self._unstopped = markers if skip_special_tokens else {}, stop, min_tokens
+        self.include_stop, self.length = include_stop, 0  # characters of the tokens so far
 
     def push(self, token: int) -> str:
-        if token not in self._markers or self.stopped:
-            return super().push(token)
-        return self._emit(self._decoder.flush() + self._markers[token], False)
+        if self.stopped:
+            return ""
+        marker = self._markers.get(token)
+        text = self._decoder.push(token) if marker is None else self._decoder.flush() + marker
+        self.length += len(text)
+        self._stop = () if self._unstopped > 0 else self._stops
+        self._unstopped -= 1
+        return self._emit(text, False)
 
     @property
     def stopped(self) -> bool:
@@ -55,26 +77,35 @@ class StreamedText(StreamedAnswer):
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of an answer. finish_reason, error: of its last piece."""
+    """What is new of an answer. finish_reason, error: of its last piece.
+
+    tokens: the new one, or none; one that ends the answer counts. offset: characters of the tokens before it.
+    """
 
     index: int
     text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    offset: int = 0
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     error: RequestError | None = None
 
 
 @dataclass(eq=False)
 class RunningAnswer:
-    """An answer that an engine computes. index: among those of its HTTP request, which share a queue of pieces."""
+    """An answer that an engine computes. index: among those of its HTTP request, which share a queue of pieces.
+
+    scores_only: whether only its prompt is asked for, and the token that an engine gives each request is left out.
+    """
 
     index: int
     request: Request
     text: StreamedText
     pieces: asyncio.Queue[Piece]
     model: str
+    scores_only: bool = False
     tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
     start_time: float = field(default_factory=time.monotonic)
     newest: float | None = None  # when its newest token came
 
@@ -287,9 +318,12 @@ class EngineThread:
     def _piece(self, answer: RunningAnswer, output: StepOutput, end: str | None) -> Piece:
         if end == "error":
             return Piece(answer.index, error=RequestError(output.request.error or "", 500))
-        text, now = "", time.monotonic()
-        if output.token is not None:
-            text = answer.text.push(output.token)
+        text, now, offset = "", time.monotonic(), answer.text.length
+        token = output.end_token if output.token is None else output.token
+        tokens = [] if token is None or answer.scores_only else [token]
+        if tokens:
+            if output.end_token is None or answer.text.include_stop:
+                text = answer.text.push(tokens[0])
             answer.tokens += 1
             waited = self.metrics.first_token if answer.newest is None else self.metrics.between_tokens
             waited.labels(answer.model).observe(now - (answer.newest or answer.start_time))
@@ -298,13 +332,12 @@ class EngineThread:
             text += answer.text.finish()
         if answer.text.stopped:
             end = "stop"
-        grammar = answer.request.grammar
-        if isinstance(grammar, TokenGrammar) and grammar.error:
-            sentence = f"The schema, regex or grammar exceeds a limit: {grammar.error!s:.300}"
+        if error := getattr(answer.request.grammar, "error", ""):
+            sentence = f"The schema, regex or grammar exceeds a limit: {error!s:.300}"
             return Piece(answer.index, error=RequestError(sentence))
-        end = "length" if end == "capacity" else end
-        logprobs = output.logprobs if output.token is not None else None  # none of the token that ends an answer
-        return Piece(answer.index, text, logprobs, output.prompt_logprobs, end)
+        end = "length" if end == "capacity" or (end and answer.scores_only) else end
+        answer.prompt_logprobs = output.prompt_logprobs or answer.prompt_logprobs
+        return Piece(answer.index, text, tokens, offset, output.logprobs if tokens else None, end)
 
     def _end(self, answer: RunningAnswer, piece: Piece) -> None:
         if answer.request.finish_reason is None:  # a stop string, or an error

@@ -1,33 +1,46 @@
 """Answers that follow a JSON schema, a regex or a grammar, by llguidance: which tokens may come next.
 
 Text that a client sends is compiled within limits, so that a hostile one ends in an error: at most `MAX_TEXT`
-characters, and llguidance's own limits, of which `LIMITS` lowers those that cost memory. Compiling ends within its fuel
-(about 20 ms, and some time for each KB of text), and a step's mask within its own (about 15 ms).
+characters, and llguidance's own limits, of which `GRAMMAR_LIMITS` lowers those that cost memory. Compiling ends within
+its fuel (about 20 ms, and some time for each KB of text), and a step's mask within its own (about 15 ms).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.infer.request import Grammar
 from wgpu_lora.infer.tool_calls import CALL, CALLS, END_CALL, HERMES, MISTRAL, ToolFormat
+from wgpu_lora.serve.json_schemas import GRAMMAR_LIMITS, JSON, grammar_from, grammar_schema
 from wgpu_lora.serve.schema import GenerationRequest, StructuredOutputs, Tool
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
 MAX_TEXT = 1 << 17
-# States take up to 2 KB each; the others are llguidance's defaults, written down since they are promised.
-LIMITS = LLParserLimits(
-    max_items_in_row=2_000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000,
-    max_lexer_states=20_000, max_grammar_size=100_000, verbose_errors=False,
-)  # fmt: skip
-# One space after ',' and ':', as most text has it: with free whitespace, a model may go on with it forever.
-JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """What an answer must follow.
+
+    Attributes:
+        source: llguidance's form of it; None for any text.
+        schemas: JSON schemas by the name of the tool whose arguments they are of, None for the answer itself.
+        not_enforced: keywords of these that the grammar leaves out.
+        closed: the schema of the answer itself as the grammar has it, if it has one.
+    """
+
+    source: str | None = None
+    schemas: Mapping[str | None, Any] = field(default_factory=dict)
+    not_enforced: frozenset[str] = frozenset()
+    closed: Any = None
 
 
 class TokenGrammar:
@@ -55,17 +68,62 @@ class TokenGrammar:
             self.error = self._matcher.get_error()
 
 
-class Vocabulary:
-    """The bytes of a model's tokens, and grammars over them. vocab_size: the width of the model's logits."""
+class TokenLimits:
+    """A `Grammar` of tokens that a request allows or not.
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._tokenizer, self._size = tokenizer, vocab_size
+    Args:
+        allowed: the only tokens of the answer; None for all.
+        min_tokens: before which no token of `stop_ids` comes, unless a grammar allows nothing else.
+        size: of the vocabulary.
+    """
+
+    def __init__(
+        self,
+        grammar: TokenGrammar | None,
+        allowed: Collection[int] | None,
+        min_tokens: int,
+        stop_ids: Collection[int],
+        size: int,
+    ) -> None:
+        self._grammar, self._min_tokens, self._tokens = grammar, min_tokens, 0
+        self._allowed = None if allowed is None else self._words(allowed, size)
+        self._going_on = ~self._words(stop_ids, size)
+
+    @staticmethod
+    def _words(tokens: Collection[int], size: int) -> np.ndarray:
+        bits = np.zeros(-(-size // 32) * 32, bool)
+        bits[list(tokens)] = True
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    @property
+    def error(self) -> str:
+        return self._grammar.error if self._grammar else ""
+
+    def fill_mask(self, words: np.ndarray) -> None:
+        if self._grammar:
+            self._grammar.fill_mask(words)
+        else:
+            words[:] = 0xFFFFFFFF if self._allowed is None else self._allowed
+        if self._tokens < self._min_tokens and (words & self._going_on).any():
+            words &= self._going_on
+
+    def accept(self, token: int) -> None:
+        self._tokens += 1
+        if self._grammar:
+            self._grammar.accept(token)
+
+
+class Vocabulary:
+    """The bytes of a model's tokens, and grammars over them. size: the width of the model's logits."""
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        self._tokenizer, self.size = tokenizer, size
 
     @cached_property
     def _tokens(self) -> LLTokenizer:
         document = self._tokenizer.files()["tokenizer.json"]
         try:
-            return LLTokenizer(document, n_vocab=self._size, eos_token=sorted(self._tokenizer.stop_ids))
+            return LLTokenizer(document, n_vocab=self.size, eos_token=sorted(self._tokenizer.stop_ids))
         except Exception as error:
             raise UserError(f"The bytes of this tokenizer's tokens are not known ({error!s:.200}).") from None
 
@@ -77,45 +135,64 @@ class Vocabulary:
         """A grammar from llguidance's form. Raises UserError if it is wrong, or exceeds a limit."""
         if not self._tokenizer.stop_ids:
             raise UserError("The model has no token that ends an answer, so it cannot follow a grammar.")
-        matcher = LLMatcher(self._tokens, source, log_level=0, limits=LIMITS)
+        matcher = LLMatcher(self._tokens, source, log_level=0, limits=GRAMMAR_LIMITS)
         if matcher.is_error():
             raise UserError(f"The schema, regex or grammar cannot be used: {matcher.get_error()!s:.300}")
         return TokenGrammar(matcher, self._tokenizer.stop_ids)
 
+    def restricted(
+        self, body: GenerationRequest, grammar: TokenGrammar | None, stop_ids: Collection[int]
+    ) -> Grammar | None:
+        """A grammar of one answer, with the tokens that its request allows. Raises UserError."""
+        copy, allowed, min_tokens = grammar and grammar.copy(), body.allowed_token_ids, body.min_tokens or 0
+        if allowed is None and not min_tokens:
+            return copy
+        if allowed is not None and copy:
+            raise UserError("'allowed_token_ids' cannot be used with a grammar: leave out one of them.")
+        if allowed is not None and max(allowed) >= self.size:
+            raise UserError(f"'allowed_token_ids' has a token outside the model's vocabulary of {self.size:,}.")
+        return TokenLimits(copy, allowed, min_tokens, [token for token in stop_ids if token < self.size], self.size)
 
-def schema_grammar(schema: Any) -> str:
-    """llguidance's form of a JSON schema, or of its text. Raises UserError."""
+
+def checked_schema(schema: Any, strict: bool | None = None) -> tuple[Any, set[str]]:
+    """See `grammar_schema`, also of a schema's text. Raises UserError."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
-        return LLMatcher.grammar_from_json_schema(_check_length(text), overrides=JSON)
-    except (ValueError, RecursionError) as error:
+        return grammar_schema(json.loads(_check_length(text)), strict)
+    except (ValueError, RecursionError, TypeError, AttributeError) as error:
         raise UserError(f"The JSON schema cannot be used: {error!s:.300}.") from None
 
 
-def grammar_source(body: GenerationRequest) -> str | None:
-    """llguidance's form of what a request's answer must follow; None for any text.
+def answer_form(body: GenerationRequest) -> AnswerForm:
+    """What a request's answer must follow.
 
     Raises:
-        UserError: it has several, or one that is too long.
+        UserError: it is several, or one that is too long.
     """
     form, outputs = body.response_format, body.structured_outputs or StructuredOutputs.model_validate({})
-    of_form = None
+    schemas: list[tuple[Any, bool | None]] = [(body.guided_json, None), (outputs.json_, None)]
     if form and form.type == "json_schema":
         if not form.json_schema:
             raise UserError("'response_format' of the type json_schema needs 'json_schema': add it.")
-        of_form = form.json_schema.schema_
-    any_object = (form and form.type == "json_object") or outputs.json_object
+        schemas.append((form.json_schema.schema_, form.json_schema.strict))
+    if form and form.type == "json_object":
+        schemas.append(({"type": "object"} if form.schema_ is None else form.schema_, None))
+    if outputs.json_object:
+        schemas.append(({"type": "object"}, None))
     candidates: list[tuple[Any, Callable[[Any], str]]] = [
-        *((schema, schema_grammar) for schema in (of_form, body.guided_json, outputs.json_)),
-        ({"type": "object"} if any_object else None, schema_grammar),
         *((regex, LLMatcher.grammar_from_regex) for regex in (body.guided_regex, outputs.regex)),
         *((choices, choice_grammar) for choices in (body.guided_choice, outputs.choice)),
         *((grammar, LLMatcher.grammar_from_lark) for grammar in (body.guided_grammar, outputs.grammar)),
     ]
+    schemas = [(schema, strict) for schema, strict in schemas if schema is not None]
     sources = [_check_length(make(value)) for value, make in candidates if value is not None]
-    if len(sources) > 1:
+    if len(sources) + len(schemas) > 1:
         raise UserError("An answer can follow one schema, regex or grammar: leave out the others.")
-    return sources[0] if sources else None
+    for schema, strict in schemas:
+        closed, left_out = checked_schema(schema, strict)
+        original = json.loads(schema) if isinstance(schema, str) else schema
+        return AnswerForm(grammar_from(closed), {None: original}, frozenset(left_out), closed)
+    return AnswerForm(sources[0] if sources else None)
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
@@ -132,15 +209,23 @@ def _check_length(text: str) -> str:
     return text
 
 
-def call_grammar(form: ToolFormat, tools: Sequence[Tool], parallel: bool, tokenizer: Tokenizer) -> str:
-    """A grammar, in Lark's notation, of one call of these tools, or of several."""
-    lines = []
+def call_form(
+    form: ToolFormat, tools: Sequence[Tool], parallel: bool, tokenizer: Tokenizer, answer: AnswerForm = AnswerForm()
+) -> AnswerForm:
+    """A grammar, in Lark's notation, of one call of these tools, or of several, or of an answer with a schema.
+
+    Raises:
+        UserError: a schema cannot be used.
+    """
+    lines, schemas, left_out = [], {**answer.schemas}, {*answer.not_enforced}
     for number, tool in enumerate(tools):
-        head = f'{{"name": {json.dumps(tool.function.name)}, "{form.arguments}": '
-        schema = tool.function.parameters or {"type": "object", "properties": {}}
-        schema_grammar(schema)  # for its limits
+        function = tool.function
+        head = f'{{"name": {json.dumps(function.name)}, "{form.arguments}": '
+        schemas[function.name] = {"type": "object", "properties": {}, **(function.parameters or {})}
+        closed, keywords = checked_schema(schemas[function.name], function.strict)
+        left_out |= keywords
         lines += [f'call_{number}: {json.dumps(head)} arguments_{number} "}}"']
-        lines += [f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': JSON})}"]
+        lines += [f"arguments_{number}: %json {json.dumps({**closed, 'x-guidance': JSON})}"]
     any_call = " | ".join(f"call_{number}" for number in range(len(tools)))
 
     def marker(text: str) -> str:
@@ -154,4 +239,8 @@ def call_grammar(form: ToolFormat, tools: Sequence[Tool], parallel: bool, tokeni
         start = f'{marker(CALLS)} "[" any {"(" + json.dumps(", ") + " any)*" if parallel else ""} "]"'
     else:
         start = "any"
-    return "\n".join([f"start: {start}", f"any: {any_call}", *lines])
+    if answer.closed is not None:
+        start = f"({start}) | answer"
+        lines += [f"answer: %json {json.dumps({**answer.closed, 'x-guidance': JSON})}"]
+    source = "\n".join([f"start: {start}", f"any: {any_call}", *lines])
+    return AnswerForm(source, schemas, frozenset(left_out))

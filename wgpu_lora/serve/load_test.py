@@ -39,11 +39,12 @@ def measure(
         body["stream_options"] = {"include_usage": True}
         times: list[float] = []
         begin, usage = time.perf_counter(), {"prompt_tokens": 0, "completion_tokens": 0}
-        for chunk in clients[number % len(clients)].events("/v1/completions", body):
-            if any(choice["text"] for choice in chunk["choices"]):
-                times.append(time.perf_counter() - begin)
-            usage = chunk.get("usage") or usage
-        return usage["prompt_tokens"], usage["completion_tokens"] or len(times), times
+        with clients[number % len(clients)].events("/v1/completions", body) as chunks:
+            for chunk in chunks:
+                if any(choice["text"] for choice in chunk["choices"]):
+                    times.append(time.perf_counter() - begin)
+                usage = chunk.get("usage") or usage
+            return usage["prompt_tokens"], usage["completion_tokens"] or len(times), times
 
     begin = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wgpu_lora.data.messages import checked_messages, checked_tools
+from wgpu_lora.data.messages import TRAINED, checked_messages, checked_tools
+from wgpu_lora.data.unread_columns import is_of_training
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer.prompts import chat_prompt, check_text
 from wgpu_lora.infer.sampling import Sampler
@@ -26,8 +27,8 @@ class Limits:
     seconds: float = 30.0
 
 
-def conversation_ids(tokenizer: Tokenizer, body: ChatMessages, raw: Mapping[str, Any]) -> list[int]:
-    """Token ids of a conversation, worded as rows are in training.
+def conversation_text(tokenizer: Tokenizer, body: ChatMessages, raw: Mapping[str, Any]) -> str:
+    """A conversation, worded as rows are in training.
 
     Args:
         raw: the body's JSON, since templates print tools with their keys in the order that they came in.
@@ -37,10 +38,11 @@ def conversation_ids(tokenizer: Tokenizer, body: ChatMessages, raw: Mapping[str,
     """
     if not tokenizer.has_chat_template:
         raise RequestError("The model has no chat template, so it cannot use messages: use /v1/completions.")
-    messages, tools = checked_messages(raw["messages"], "messages"), checked_tools(raw.get("tools"), "tools")
+    messages = checked_messages([_plain(message) for message in raw["messages"]], "messages")
+    tools = checked_tools(raw.get("tools"), "tools")
     for message in messages:
         check_text("prompt", message["content"] or "")
-    variables = body.chat_template_kwargs or {}
+    variables = template_variables(body)
     check_variables(variables)
     if DATE in variables:
         check_date(str(variables[DATE]))
@@ -52,7 +54,26 @@ def conversation_ids(tokenizer: Tokenizer, body: ChatMessages, raw: Mapping[str,
                 "The last message has no text to continue: add some, or leave out 'continue_final_message'."
             )
         text = text[: text.rindex(final.strip()) + len(final.strip())]
-    return tokenizer.encode(text)
+    return text
+
+
+def _plain(message: Any) -> Any:
+    """A message without fields of training; an assistant's that has neither content nor calls is empty."""
+    if not isinstance(message, dict):
+        return message
+    message = {name: value for name, value in message.items() if not (name in TRAINED or is_of_training(name))}
+    if message.get("role") == "assistant" and not (message.get("tool_calls") or message.get("function_call")):
+        message["content"] = "" if message.get("content") is None else message["content"]
+    return message
+
+
+def template_variables(body: ChatMessages) -> dict[str, Any]:
+    """What a request gives the chat template beside the conversation."""
+    named = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
+    variables: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    if body.reasoning_effort == "none":
+        variables["enable_thinking"] = False
+    return {**variables, **(body.chat_template_kwargs or {})}
 
 
 def text_ids(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:
@@ -81,7 +102,7 @@ def samplers(body: GenerationRequest, count: int) -> list[Sampler]:
 def check_room(prompt: Sequence[int], new_tokens: int | None, length: int) -> None:
     """Raises RequestError if a prompt with its answer has more than `length` tokens."""
     size = f"{len(prompt):,} tokens" + (f" and an answer of {new_tokens:,}" if new_tokens else "")
-    if len(prompt) + (new_tokens or 1) > length:
+    if len(prompt) + (1 if new_tokens is None else new_tokens) > length:
         raise RequestError(
             f"The prompt of {size} is more than this server's {length:,} tokens: shorten it, or ask for less.",
             code="context_length_exceeded",

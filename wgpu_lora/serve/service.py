@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from secrets import token_hex
@@ -21,15 +24,19 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from wgpu_lora.infer.answers import tokenizer_of
-from wgpu_lora.infer.request import Request, TokenLogprobs
+from wgpu_lora.infer.request import Request
 from wgpu_lora.infer.tool_calls import MARKERS, ToolCallParser, ToolFormat, tool_format
 from wgpu_lora.models.adapter_modules import read_adapter_for
 from wgpu_lora.models.loaded_model import LoadedModel
+from wgpu_lora.serve.choices import ChatFormat, ReasoningParser, TextFormat, TokenTexts, choice_deltas, usage
 from wgpu_lora.serve.engine_thread import AdapterFiles, EngineThread, Piece, RunningAnswer, StreamedText
 from wgpu_lora.serve.errors import RequestError, as_request_error, unknown_model
-from wgpu_lora.serve.grammars import Vocabulary, call_grammar, grammar_source
-from wgpu_lora.serve.prompts import Limits, check_room, conversation_ids, samplers, text_ids
+from wgpu_lora.serve.grammars import AnswerForm, Vocabulary, answer_form, call_form
+from wgpu_lora.serve.json_schemas import SchemaChecker
+from wgpu_lora.serve.prompts import Limits, check_room, conversation_text, samplers, text_ids
+from wgpu_lora.serve.responses import ResponseEvents, ResponseStore, as_chat
 from wgpu_lora.serve.schema import (
+    AllowedTools,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -37,14 +44,16 @@ from wgpu_lora.serve.schema import (
     Json,
     LoadAdapter,
     LoraScale,
+    ResponsesRequest,
     TokenizeRequest,
     ToolName,
     UnloadAdapter,
 )
+from wgpu_lora.tokenizer.reasoning import marks_of
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.tokenizer.tokenizer_files import OWN_TOKENIZER, adapter_tokenizer
 
-LEAST = -9999.0  # a log-probability of minus infinity, which JSON does not have
+NOT_ENFORCED = "X-Not-Enforced"  # header: what of a request an answer may not follow
 
 
 class Codec:
@@ -60,8 +69,12 @@ class Codec:
         self.vocabulary = Vocabulary(decoder, vocab_size)
         self.vocabulary.bytes_of(0)  # takes a second the first time
         self.stop_ids = frozenset(tokenizer.stop_ids)
-        ids = {tokenizer.token_id(text) or -1: text for text in MARKERS}
-        self.markers = {token: text for token, text in ids.items() if token in tokenizer.special_ids}
+        self.template = "\n".join(tokenizer.chat_templates.values())
+        self.reasoning_marks = marks_of([self.template])
+        self.call_markers, self.reasoning_markers = (
+            {token: text for text in texts if (token := tokenizer.token_id(text)) in tokenizer.special_ids}
+            for texts in (MARKERS, self.reasoning_marks or ())
+        )
 
     @cached_property
     def tool_format(self) -> ToolFormat:
@@ -93,6 +106,9 @@ class Service:
         self._codecs: dict[str, Codec] = {}  # of adapters with their own
         for adapter, directory in engine.adapters.items():
             self._add_codec(adapter, directory)
+        settings = [version("wgpu-lora"), name, model.config.vocab_size, max_model_len]
+        self.fingerprint = "fp_" + hashlib.sha256(repr(settings).encode()).hexdigest()[:10]
+        self._checker, self._stored = SchemaChecker(), ResponseStore()
         self._prompts = ThreadPoolExecutor(1, "serve-prompt")  # a tokenizer serves one at a time
         self._changes = asyncio.Lock()  # of who loads or unloads an adapter
 
@@ -124,15 +140,15 @@ class Service:
         name: str | None = None if body.model in (None, self.name) else body.model
         if name is not None and name not in self.engine.adapters:
             raise unknown_model(name)
-        lora: list[LoraScale] = getattr(body, "lora", None) or []
-        scaled = [adapter for adapter in lora if adapter.scale != 0]
+        lora: list[LoraScale] | None = getattr(body, "lora", None)
+        if lora is not None and name is not None:
+            raise RequestError("'lora' and 'model' both name an adapter: leave out one of them.", param="lora")
+        scaled = [adapter for adapter in lora or [] if adapter.scale != 0]
         if len(scaled) > 1:
             raise RequestError("'lora' names several adapters, whose sum is not supported: give one.", param="lora")
         for adapter in scaled:
             if adapter.scale != 1:
                 raise RequestError(f"A scale of {adapter.scale:g} is not supported: use 1, or 0 for off.", param="lora")
-            if name is not None:
-                raise RequestError("'lora' and 'model' both name an adapter: leave out one of them.", param="lora")
             if adapter.id >= len(self.engine.adapters):
                 raise RequestError(f"There is no adapter {adapter.id}: /v1/models lists them, from 0.", param="lora")
             return list(self.engine.adapters)[adapter.id]
@@ -180,7 +196,7 @@ class Service:
         self,
         body: GenerationRequest,
         prompts: Sequence[Sequence[int]],
-        source: str | None,
+        form: AnswerForm,
         max_tokens: int | None,
         default: int,
         markers: Mapping[int, str],
@@ -199,46 +215,111 @@ class Service:
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         for prompt in prompts:
             check_room(prompt, max_tokens, self.max_model_len)
-        if body.ignore_eos and source is not None:
+        if body.ignore_eos and form.source is not None:
             raise RequestError("'ignore_eos' cannot be used with a grammar, which has an end.", param="ignore_eos")
         stop_ids = {*(() if body.ignore_eos else codec.stop_ids), *(body.stop_token_ids or [])}
         draws = iter(samplers(body, len(prompts) * (body.n or 1)))
-        grammar = await run_in_threadpool(codec.vocabulary.compile, source) if source is not None else None
+        grammar = None if form.source is None else await run_in_threadpool(codec.vocabulary.compile, form.source)
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
         result: list[RunningAnswer] = []
         for prompt in prompts:
-            new_tokens = max_tokens or min(default, self.max_model_len - len(prompt))
+            new_tokens = min(default, self.max_model_len - len(prompt)) if max_tokens is None else max_tokens
+            if (body.min_tokens or 0) > new_tokens:
+                sentence = f"'min_tokens' is {body.min_tokens:,}, but there may be {new_tokens:,} tokens: lower it."
+                raise RequestError(sentence, param="min_tokens")
             for draw in islice(draws, body.n or 1):
-                request = Request(
-                    list(prompt), adapter, draw, new_tokens, stop_ids, grammar=grammar and grammar.copy(), **options
+                limited = codec.vocabulary.restricted(body, grammar, stop_ids)
+                request = Request(list(prompt), adapter, draw, new_tokens or 1, stop_ids, grammar=limited, **options)
+                text = StreamedText(
+                    codec.decoder,
+                    stop,
+                    markers,
+                    include_stop=bool(body.include_stop_str_in_output),
+                    skip_special_tokens=body.skip_special_tokens is not False,
+                    min_tokens=body.min_tokens or 0,
+                    prompt=prompt if isinstance(body, CompletionRequest) else (),
                 )
-                text = StreamedText(codec.decoder, stop, markers)
-                result.append(RunningAnswer(len(result), request, text, pieces, adapter or self.name))
+                result.append(RunningAnswer(len(result), request, text, pieces, adapter or self.name, new_tokens == 0))
         await self.engine.start(result, self._read)
         return result
 
-    async def respond(
-        self, body: GenerationRequest, kind: str, answers: Sequence[RunningAnswer], format: ChatFormat | TextFormat
-    ) -> Response:
-        """The response to a request whose answers run: a stream of events, or one object."""
+    def truncated(self, body: GenerationRequest, prompt: list[int], max_tokens: int | None) -> list[int]:
+        """The last tokens of a prompt, if the request limits their number."""
+        most = body.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        return prompt[-(most if most > 0 else max(1, self.max_model_len - max(1, max_tokens or 1))) :]
+
+    def head(self, kind: str, model: str | None) -> Json:
+        """Fields that begin an answer."""
         prefix = {"chat.completion": "chatcmpl", "text_completion": "cmpl"}[kind]
         head = {"id": f"{prefix}-{token_hex(12)}", "object": kind, "created": int(time.time())}
-        head["model"] = body.model or self.name
+        return {**head, "model": model or self.name, "system_fingerprint": self.fingerprint}
+
+    async def respond(self, run: Run, kind: str) -> Response:
+        """The response to a request whose answers run: a stream of events, or one object."""
+        head, body = self.head(kind, run.body.model), run.body
         if body.stream:
             if kind == "chat.completion":
                 head["object"] = "chat.completion.chunk"
-            return AnswerStream(self.engine, answers, _events(body, head, answers, format))
-        deltas: dict[int, list[Any]] = {answer.index: [] for answer in answers}
+            return AnswerStream(self.engine, run, self._events(run, head))
+        choices = await self.choices(run)
+        for answer, choice in zip(run.answers, choices, strict=True):
+            target = head if kind == "chat.completion" else choice  # as in vLLM
+            if body.return_token_ids:
+                target["prompt_token_ids"] = answer.request.prompt
+            if body.prompt_logprobs is not None:
+                target["prompt_logprobs"] = run.texts.of_prompt(answer.prompt_logprobs or [], body.prompt_logprobs)
+        checks = await self.checks(run, choices)
+        return JSONResponse({**head, "choices": choices, "usage": run.usage(), **checks}, headers=run.headers)
+
+    async def choices(self, run: Run) -> list[Json]:
+        """The whole choices of answers that run. Raises RequestError."""
+        deltas: dict[int, list[Any]] = {answer.index: [] for answer in run.answers}
         try:
-            async for piece in _pieces(answers):
-                deltas[piece.index] += format.deltas(piece)
+            async for choice in choice_deltas(self.engine, run.answers, run.format):
+                deltas[choice["index"]].append(choice)
         finally:
-            self.engine.stop(answers)
-        choices = [format.whole(index, parts) for index, parts in deltas.items()]
-        if body.return_token_ids:
-            for choice, answer in zip(choices, answers, strict=True):
-                choice["token_ids"] = answer.request.token_ids[: answer.tokens]
-        return JSONResponse({**head, "choices": choices, "usage": usage(answers, body.n or 1)})
+            self.engine.stop(run.answers)
+        return [run.format.whole(index, parts) for index, parts in deltas.items()]
+
+    async def checks(self, run: Run, choices: Sequence[Json]) -> Json:
+        """Whether each choice follows its schemas, as a field of the answer; none if the grammar holds all of them."""
+        if not run.form.not_enforced:
+            return {}
+        result = []
+        for choice in choices:
+            message, schemas = choice.get("message") or {"content": choice["text"]}, run.form.schemas
+            functions = [call["function"] for call in message.get("tool_calls", [])]
+            pairs = [(schemas[function["name"]], function["arguments"]) for function in functions]
+            if not pairs:
+                pairs = [(schemas.get(None, False), message["content"] or "")]
+            valid, error = await run_in_threadpool(self._checker.check, pairs)
+            result.append({"index": choice["index"], "valid": valid, "error": error})
+        return {"schema_check": result}
+
+    async def _events(self, run: Run, head: Json) -> AsyncIterator[str]:
+        options = run.body.stream_options
+        include_usage = options is not None and options.include_usage
+        extra: Json = {"usage": None} if include_usage else {}
+        deltas: dict[int, list[Json]] = {answer.index: [] for answer in run.answers}
+        for answer in run.answers:
+            for choice in run.format.start(answer.index):
+                yield _event({**head, "choices": [choice], **extra})
+        ended = 0
+        try:
+            async for choice in choice_deltas(self.engine, run.answers, run.format):
+                if run.form.not_enforced:
+                    deltas[choice["index"]].append(choice)
+                ended += choice["finish_reason"] is not None
+                if ended == len(run.answers):
+                    extra |= await self.checks(run, [run.format.whole(*item) for item in deltas.items() if item[1]])
+                yield _event({**head, "choices": [choice], **extra})
+            if include_usage:
+                yield _event({**head, "choices": [], **extra, "usage": run.usage()})
+        except RequestError as error:
+            yield _event(error.body())
+        yield "data: [DONE]\n\n"
 
     # -- the smaller endpoints -----------------------------------------------------------------------------------------
 
@@ -247,7 +328,8 @@ class Service:
             raise RequestError("Give 'prompt' or 'messages', one of the two.")
         tokenizer = self.codec_of(body).tokenizer
         if body.prompt is None:
-            ids = await self.prepare(conversation_ids, tokenizer, body, raw)
+            text = await self.prepare(conversation_text, tokenizer, body, raw)
+            ids = await self.prepare(tokenizer.encode, text)
         else:
             ids = await self.prepare(text_ids, tokenizer, body.prompt, body.add_special_tokens)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len})
@@ -255,7 +337,16 @@ class Service:
     async def detokenize(self, body: DetokenizeRequest, raw: Json) -> Response:
         return JSONResponse({"prompt": await self.prepare(self.codec_of(body).tokenizer.decode, body.tokens, False)})
 
-    async def models(self, body: None, raw: None) -> Response:
+    async def models(self, body: None, raw: Json) -> Response:
+        return JSONResponse({"object": "list", "data": self._models()})
+
+    async def model(self, body: None, raw: Json) -> Response:
+        for model in self._models():
+            if model["id"] == raw["model"]:
+                return JSONResponse(model)
+        raise unknown_model(raw["model"])
+
+    def _models(self) -> list[Json]:
         base = self.name
         listed = [(base, base, None), *((name, str(path), base) for name, path in self.engine.adapters.items())]
         shared = {
@@ -264,86 +355,184 @@ class Service:
             "owned_by": "wgpu-lora",
             "max_model_len": self.max_model_len,
         }
-        data = [{"id": name, "root": root, "parent": parent, **shared} for name, root, parent in listed]
-        return JSONResponse({"object": "list", "data": data})
+        return [{"id": name, "root": root, "parent": parent, **shared} for name, root, parent in listed]
 
-    async def health(self, body: None, raw: None) -> Response:
+    async def health(self, body: None, raw: Json) -> Response:
         if self.engine.failure:
             raise as_request_error(self.engine.failure, 503)
         return Response()
 
-    async def metrics(self, body: None, raw: None) -> Response:
+    async def metrics(self, body: None, raw: Json) -> Response:
         return Response(generate_latest(self.engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     # -- the endpoints -------------------------------------------------------------------------------------------------
 
     async def chat(self, body: ChatRequest, raw: Mapping[str, Any]) -> Response:
-        codec = self.codec_of(body)
-        prompt, source, parses = await self.prepare(self._prepare_chat, codec, body, raw)
+        return await self.respond(await self.start_chat(body, raw), "chat.completion")
+
+    async def responses(self, body: ResponsesRequest, raw: Mapping[str, Any]) -> Response:
+        chat, items = as_chat(body, raw, self._stored)
+        run = await self.start_chat(ChatRequest.model_validate(chat), chat)
+        growing = ResponseEvents(body, raw, body.model or self.name)
+        events = self._response_events(run, growing, items if body.store is not False else None)
+        if body.stream:
+            return AnswerStream(self.engine, run, events)
+        try:
+            async for _ in events:
+                pass
+        finally:
+            self.engine.stop(run.answers)
+        if growing.error:
+            raise growing.error
+        return JSONResponse(growing.response, headers=run.headers)
+
+    async def _response_events(
+        self, run: Run, growing: ResponseEvents, conversation: list[Json] | None
+    ) -> AsyncIterator[str]:
+        """conversation: items before the response, to store with it; None to store nothing."""
+        deltas: list[Json] = []
+        for event in growing.start():
+            yield event
+        try:
+            async for choice in choice_deltas(self.engine, run.answers, run.format):
+                deltas.append(choice)
+                for event in growing.add(choice):
+                    yield event
+            checks = await self.checks(run, [run.format.whole(0, deltas)])
+            for event in growing.end(deltas[-1]["finish_reason"], run.usage(), checks):
+                yield event
+            if conversation is not None:
+                self._stored.add(growing.response, conversation)
+        except RequestError as error:
+            for event in growing.fail(error):
+                yield event
+
+    async def start_chat(self, body: ChatRequest, raw: Mapping[str, Any]) -> Run:
+        """A chat whose answers run. Raises UserError."""
+        codec, count = self.codec_of(body), body.n or 1
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        chat = await self.prepare(self._prepare_chat, codec, body, raw)
+        prompt = self.truncated(body, await self.prepare(codec.tokenizer.encode, chat.text), max_tokens)
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        wanted = [value for value in (top, body.prompt_logprobs) if value is not None]
         answers = await self.answers(
             body,
             [prompt],
-            source,
-            body.max_completion_tokens or body.max_tokens,
+            chat.form,
+            max_tokens,
             self.max_model_len,
-            codec.markers if parses else {},
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            {**codec.reasoning_markers, **(codec.call_markers if chat.calls else {})},
+            logprobs=max(wanted, default=None),
+            prompt_logprobs=body.prompt_logprobs is not None,
         )
-        parsers = [ToolCallParser(codec.tool_format) if parses else None for _ in answers]
-        return await self.respond(body, "chat.completion", answers, ChatFormat(codec.vocabulary, parsers))
+        texts = TokenTexts(codec.vocabulary, body)
+        parsers = [ToolCallParser(codec.tool_format, **chat.calls) if chat.calls else None for _ in range(count)]
+        marks = codec.reasoning_marks if chat.form.source is None else None
+        reasonings = [ReasoningParser(marks, chat.thinks) if marks else None for _ in range(count)]
+        format = ChatFormat(texts, parsers, reasonings, top, bool(body.return_token_ids))
+        ignored = [name for name in ("reasoning_effort", "verbosity") if getattr(body, name) is not None]
+        return Run(body, answers, format, texts, chat.form, [name for name in ignored if name not in codec.template])
 
-    def _prepare_chat(
-        self, codec: Codec, body: ChatRequest, raw: Mapping[str, Any]
-    ) -> tuple[list[int], str | None, bool]:
-        """(token ids, what the answer must follow, whether it may call tools)"""
-        choice, tools = body.tool_choice or "auto", body.tools or []
+    def _prepare_chat(self, codec: Codec, body: ChatRequest, raw: Mapping[str, Any]) -> _Chat:
+        choice, tools, names = body.tool_choice or "auto", body.tools or [], None
         if not tools and choice not in ("auto", "none"):
             raise RequestError("'tool_choice' asks for a tool, but there are no 'tools'.", param="tool_choice")
         if body.top_logprobs and not body.logprobs:
             raise RequestError("'top_logprobs' needs 'logprobs': set it to true.", param="top_logprobs")
-        source = grammar_source(body)
+        form, calls = answer_form(body), Json()
         if tools:
-            form = codec.tool_format  # also if none may be called: the template must print them
-            if isinstance(choice, ToolName):
-                tools = [tool for tool in tools if tool.function.name == choice.function.name]
-                if not tools:
-                    raise RequestError(f"There is no tool '{choice.function.name:.64}'.", param="tool_choice")
-            if choice not in ("auto", "none"):
-                if source is not None:
+            tool_format = codec.tool_format  # also if none may be called: the template must print them
+            if isinstance(choice, AllowedTools):
+                names = [tool.function.name for tool in choice.allowed_tools.tools]
+            elif isinstance(choice, ToolName):
+                names = [choice.function.name]
+            for name in names or ():
+                if name not in [tool.function.name for tool in tools]:
+                    raise RequestError(f"There is no tool '{name:.64}'.", param="tool_choice")
+            mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
+            if isinstance(choice, AllowedTools):  # those that may not be called are not shown
+                pairs = zip(tools, raw["tools"], strict=True)
+                raw = {**raw, "tools": [shown for tool, shown in pairs if tool.function.name in (names or ())]}
+            callable_tools = [tool for tool in tools if names is None or tool.function.name in names]
+            if mode == "auto":
+                calls = {"names": names, "single": body.parallel_tool_calls is False}
+                if form.closed is not None:  # calls, or an answer with a schema
+                    form = call_form(tool_format, callable_tools, not calls["single"], codec.tokenizer, form)
+            elif mode != "none":
+                if form.source is not None and body.response_format is None:  # which a call alone has no content for
                     raise RequestError("A forced call of a tool cannot follow another grammar: leave out one of them.")
-                parallel = choice == "required" and body.parallel_tool_calls is not False
-                source = call_grammar(form, tools, parallel, codec.tokenizer)
-        return conversation_ids(codec.tokenizer, body, raw), source, bool(tools) and choice != "none"
+                parallel = mode == "required" and body.parallel_tool_calls is not False
+                form = call_form(tool_format, callable_tools, parallel, codec.tokenizer)
+                calls = {"forced": True}
+        text = conversation_text(codec.tokenizer, body, raw)
+        begin, end = codec.reasoning_marks or ("", "")
+        thinks = bool(begin) and text.rstrip().endswith(begin)
+        if thinks and form.source is not None:  # reasoning does not follow a grammar, so the answer begins behind it
+            text, thinks = f"{text.rstrip()}\n\n{end}\n\n", False
+        return _Chat(text, form, calls, thinks)
 
     async def complete(self, body: CompletionRequest, raw: Mapping[str, Any]) -> Response:
         value: Any = body.prompt
         prompts = value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
-        ids, texts, codec = [], [], self.codec_of(body)
+        ids, echo, codec = [], [], self.codec_of(body)
+        tokenizer = codec.tokenizer
         for prompt in prompts:
-            ids.append(await self.prepare(text_ids, codec.tokenizer, prompt) if isinstance(prompt, str) else prompt)
-            check_room(ids[-1], None, self.max_model_len)  # before they are decoded
-            if body.echo:
-                texts.append(prompt if isinstance(prompt, str) else await self.prepare(codec.tokenizer.decode, prompt))
+            if isinstance(prompt, str):
+                prompt = await self.prepare(text_ids, tokenizer, prompt, body.add_special_tokens)
+            ids.append(self.truncated(body, prompt, body.max_tokens))
+            check_room(ids[-1], body.max_tokens, self.max_model_len)  # before they are decoded
+            text = await self.prepare(tokenizer.decode, ids[-1], False) if body.echo else ""
+            echo += [text] * (body.n or 1)
+        form = answer_form(body)
+        wanted = [value for value in (body.logprobs, body.prompt_logprobs) if value is not None]
+        scored = (bool(body.echo) and body.logprobs is not None) or body.prompt_logprobs is not None
         answers = await self.answers(
-            body,
-            ids,
-            grammar_source(body),
-            body.max_tokens,
-            16,
-            {},
-            logprobs=body.logprobs,
-            prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+            body, ids, form, body.max_tokens, 16, {}, logprobs=max(wanted, default=None), prompt_logprobs=scored
         )
-        echo = [texts[answer.index // (body.n or 1)] for answer in answers] if body.echo else [""] * len(answers)
-        return await self.respond(body, "text_completion", answers, TextFormat(codec.vocabulary, answers, echo))
+        texts = TokenTexts(codec.vocabulary, body)
+        format = TextFormat(texts, answers, echo, body.logprobs, bool(body.return_token_ids))
+        return await self.respond(Run(body, answers, format, texts, form), "text_completion")
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """A conversation for the model. calls: arguments of the parser of calls, none if there may be no calls. thinks:
+    whether the text ends within the reasoning."""
+
+    text: str
+    form: AnswerForm
+    calls: Json
+    thinks: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """A request whose answers run. ignored: fields that the model's chat template does not read."""
+
+    body: GenerationRequest
+    answers: Sequence[RunningAnswer]
+    format: ChatFormat | TextFormat
+    texts: TokenTexts
+    form: AnswerForm
+    ignored: Sequence[str] = ()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        names = [*sorted(self.form.not_enforced), *self.ignored]
+        return {NOT_ENFORCED: ", ".join(names)} if names else {}
+
+    def usage(self) -> Json:
+        tokens = self.format.reasoning_tokens if isinstance(self.format, ChatFormat) else None
+        return usage(self.answers, self.body.n or 1, tokens)
 
 
 class AnswerStream(StreamingResponse):
     """Server-sent events of answers, which end with the connection."""
 
-    def __init__(self, engine: EngineThread, answers: Sequence[RunningAnswer], events: AsyncIterator[str]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._engine, self._answers = engine, answers
+    def __init__(self, engine: EngineThread, run: Run, events: AsyncIterator[str]) -> None:
+        headers = {"Cache-Control": "no-cache", **run.headers}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._engine, self._answers = engine, run.answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -353,160 +542,5 @@ class AnswerStream(StreamingResponse):
             self._engine.stop(self._answers)
 
 
-async def _pieces(answers: Sequence[RunningAnswer]) -> AsyncIterator[Piece]:
-    """The pieces of all answers of a request, until the last has ended. Raises RequestError."""
-    remaining = len(answers)
-    while remaining:
-        piece = await answers[0].pieces.get()
-        if piece.error:
-            raise piece.error
-        yield piece
-        remaining -= piece.finish_reason is not None
-
-
-async def _events(
-    body: GenerationRequest, head: dict[str, Any], answers: Sequence[RunningAnswer], format: ChatFormat | TextFormat
-) -> AsyncIterator[str]:
-    include_usage = body.stream_options is not None and body.stream_options.include_usage
-    extra: dict[str, Any] = {"usage": None} if include_usage else {}
-    for answer in answers:
-        for choice in format.start(answer.index):
-            yield _event({**head, "choices": [choice], **extra})
-    try:
-        async for piece in _pieces(answers):
-            for choice in format.deltas(piece):
-                yield _event({**head, "choices": [choice], **extra})
-        if include_usage:
-            yield _event({**head, "choices": [], "usage": usage(answers, body.n or 1)})
-    except RequestError as error:
-        yield _event(error.body())
-    yield "data: [DONE]\n\n"
-
-
 def _event(value: Any) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-def usage(answers: Sequence[RunningAnswer], count: int) -> Json:
-    """Of all answers of a request, `count` to each prompt, which counts once."""
-    requests = [answer.request for answer in answers[::count]]
-    prompt = sum(len(request.prompt) for request in requests)
-    completion = sum(answer.tokens for answer in answers)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in requests)},
-    }
-
-
-# -- choices -----------------------------------------------------------------------------------------------------------
-
-
-class ChatFormat:
-    """Pieces of answers as choices of a chat. parsers: of calls of tools, one an answer."""
-
-    def __init__(self, vocabulary: Vocabulary, parsers: Sequence[ToolCallParser | None]) -> None:
-        self._vocabulary, self._parsers = vocabulary, parsers
-
-    def start(self, index: int) -> list[Json]:
-        delta: Json = {"role": "assistant", "content": ""}
-        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
-
-    def deltas(self, piece: Piece) -> list[Json]:
-        parser, end, delta = self._parsers[piece.index], piece.finish_reason, Json()
-        content = piece.text
-        if parser:
-            content, calls = parser.push(piece.text, end is not None)
-            if calls:
-                first = len(parser.calls) - len(calls)
-                delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls, first)]
-            if parser.calls and end == "stop":
-                end = "tool_calls"
-        if content:
-            delta["content"] = content
-        if not (delta or end or piece.logprobs):
-            return []
-        logprobs = [self._logprob(piece.logprobs)] if piece.logprobs else []
-        return [
-            {
-                "index": piece.index,
-                "delta": delta,
-                "logprobs": {"content": logprobs} if logprobs else None,
-                "finish_reason": end,
-            }
-        ]
-
-    def whole(self, index: int, deltas: Sequence[Json]) -> Json:
-        calls = [call for delta in deltas for call in delta["delta"].get("tool_calls", [])]
-        content = "".join(delta["delta"].get("content") or "" for delta in deltas)
-        message: Json = {"role": "assistant", "content": content if content or not calls else None}
-        if calls:
-            message["tool_calls"] = calls
-        logprobs = [value for delta in deltas if delta["logprobs"] for value in delta["logprobs"]["content"]]
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": {"content": logprobs} if logprobs else None,
-            "finish_reason": deltas[-1]["finish_reason"],
-        }
-
-    def _logprob(self, value: TokenLogprobs) -> Json:
-        top = [self._top(*pair) for pair in value.top]
-        return {**self._top(value.token, value.logprob), "top_logprobs": top}
-
-    def _top(self, token: int, logprob: float) -> Json:
-        text = self._vocabulary.bytes_of(token)
-        return {"token": text.decode("utf-8", "replace"), "logprob": max(logprob, LEAST), "bytes": list(text)}
-
-
-class TextFormat:
-    """Pieces of answers as choices of a completion. echo: the prompt's text, which each answer begins with."""
-
-    def __init__(self, vocabulary: Vocabulary, answers: Sequence[RunningAnswer], echo: Sequence[str]) -> None:
-        self._vocabulary, self._answers, self._echo = vocabulary, answers, list(echo)
-        self._offsets = [0] * len(answers)
-
-    def start(self, index: int) -> list[Json]:
-        return []
-
-    def deltas(self, piece: Piece) -> list[Json]:
-        text, self._echo[piece.index] = self._echo[piece.index] + piece.text, ""
-        values: list[TokenLogprobs | int] = []  # the first token of a prompt has no probability
-        if piece.prompt_logprobs is not None:
-            values += [self._answers[piece.index].request.prompt[0], *piece.prompt_logprobs]
-        if piece.logprobs:
-            values.append(piece.logprobs)
-        if not (text or values or piece.finish_reason):
-            return []
-        logprobs = self._logprobs(piece.index, values) if values else None
-        return [{"index": piece.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish_reason}]
-
-    def whole(self, index: int, deltas: Sequence[Json]) -> Json:
-        parts: list[Any] = [delta["logprobs"] for delta in deltas if delta["logprobs"]]
-        logprobs: Any = (
-            {name: [value for part in parts for value in part[name]] for name in parts[0]} if parts else None
-        )
-        return {
-            "index": index,
-            "text": "".join(delta["text"] for delta in deltas),
-            "logprobs": logprobs,
-            "finish_reason": deltas[-1]["finish_reason"],
-        }
-
-    def _logprobs(self, index: int, values: Sequence[TokenLogprobs | int]) -> Json:
-        result: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for value in values:
-            token, logprob, top = (value, None, None) if isinstance(value, int) else self._logprob_entry(value)
-            text = self._text(token)
-            for column, item in zip(result.values(), (text, logprob, top, self._offsets[index]), strict=True):
-                column.append(item)
-            self._offsets[index] += len(text)
-        return result
-
-    def _logprob_entry(self, value: TokenLogprobs) -> tuple[int, float, dict[str, float]]:
-        top = {self._text(token): max(logprob, LEAST) for token, logprob in value.top}
-        return value.token, max(value.logprob, LEAST), top
-
-    def _text(self, token: int) -> str:
-        return self._vocabulary.bytes_of(token).decode("utf-8", "replace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.tokenizer.examples import Alpaca, Completion, Conversation, Example, Text
@@ -47,6 +48,16 @@ def _answer(example: Example) -> str:
             return example.text
         case _:
             return ""
+
+
+def marks_of(templates: Iterable[str]) -> tuple[str, str] | None:
+    """The markers around reasoning in chat templates, the opening one first; None without any."""
+    found = [item for source in templates for item in MARKER.finditer(source)]
+    ends = [item[0] for item in found if item["close"] or item["end"] or item["stop"]]
+    begins = [item[0] for item in found if not (item["close"] or item["end"] or item["stop"])]
+    if not ends:
+        return None
+    return (begins or [ends[0].replace("/", "", 1)])[0], ends[0]
 
 
 def without_thinking(text: str) -> str:

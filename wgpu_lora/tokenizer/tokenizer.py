@@ -316,14 +316,17 @@ class StreamDecoder:
 
     A character may consist of several tokens, and decoders treat the first token of a text differently. So the previous
     piece is decoded again as context, and text that ends with an incomplete character is held back.
+
+    Args:
+        prompt: what the tokens continue, whose last ones are the first context.
     """
 
     _MOST_TOKENS_OF_A_CHARACTER = 8  # UTF-8 needs at most four; more than this are invalid bytes
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._context: list[int] = []
+        self._context = [*prompt[-self._MOST_TOKENS_OF_A_CHARACTER :]]
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:

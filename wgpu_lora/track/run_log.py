@@ -142,7 +142,7 @@ def facts_of(entry: RunEntry) -> dict[str, Any]:
 
 
 RUNNING, FINISHED, STOPPED, INTERRUPTED, FAILED, KILLED = RUN_STATUSES
-HELD_OUT, TRAINING = "held-out", "training"  # what losses are of
+HELD_OUT, TRAINING, REWARD = "held-out", "training", "reward"  # what losses are of
 
 
 def now() -> str:
@@ -179,8 +179,8 @@ class Process:
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses of `of` rows: held-out or, without any, training. initial: before the first step, or of the first logged
-    ones."""
+    """Losses of `of` rows: held-out or, without any, training; or rewards, of which the largest is the best. initial:
+    before the first step, or of the first logged ones."""
 
     of: str = TRAINING
     initial: float | None = None
@@ -188,11 +188,15 @@ class Losses:
     final: float | None = None
 
     @property
+    def label(self) -> str:
+        return REWARD if self.of == REWARD else f"{self.of} loss"
+
+    @property
     def improvement(self) -> float | None:
-        """By how many percent of the initial loss the final one is lower; None if one is unknown."""
+        """By how many percent of the initial loss the final one is lower, or a reward higher; None if unknown."""
         if self.initial is None or self.final is None or self.initial <= 0:
             return None
-        return 100 * (self.initial - self.final) / self.initial
+        return (-100 if self.of == REWARD else 100) * (self.initial - self.final) / self.initial
 
 
 @dataclass(frozen=True)

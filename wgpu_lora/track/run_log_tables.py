@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -80,9 +80,10 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").split())
 
 
-def facts(entry: RunEntry) -> dict[str, str]:
-    """All that is known of a run, by labels; options last."""
-    return {**_origin(entry), **results(entry), **_options(entry)}
+def facts(entry: RunEntry, defaults: Mapping[str, Any]) -> dict[str, str]:
+    """All that is known of a run, by labels; options last, without those that have their default."""
+    given = {name: value for name, value in entry.config.items() if name not in defaults or defaults[name] != value}
+    return {**_origin(entry), **results(entry), **_options(replace(entry, config=given))}
 
 
 def compared(before: RunEntry, after: RunEntry) -> list[tuple[str, str, str]]:
@@ -128,9 +129,9 @@ def results(entry: RunEntry) -> dict[str, str]:
     better = losses.improvement
     return {"status": entry.status} | _known_values(
         {
-            f"{losses.of} loss, initial": losses.initial,
-            f"{losses.of} loss, best": losses.best,
-            f"{losses.of} loss, final": losses.final,
+            f"{losses.label}, initial": losses.initial,
+            f"{losses.label}, best": losses.best,
+            f"{losses.label}, final": losses.final,
             "improvement": None if better is None else f"{better:+.2f}%",
             "time": None if entry.seconds is None else duration(entry.seconds, 1),
             "steps": entry.steps,

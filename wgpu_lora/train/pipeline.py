@@ -367,4 +367,5 @@ def _adapter_record(run: AdapterRun, record: RunRecord) -> AdapterRecord:
         losses=AdapterLosses(state.last_loss, state.first_eval_loss, state.last_eval_loss, state.best_eval_loss),
         trainable_parameters=record.trainable_parameters,
         adapter_sha256=record.adapter_sha256,
+        warnings=record.warnings,
     )

@@ -60,7 +60,11 @@ async function keep() {
 
 // -- rows -----------------------------------------------------------------------------------------------------------
 
+// Sets a field, unless it is being edited.
+const setField = (id, value) => document.activeElement === $(id) || ($(id).value = value);
+
 function useRows(source) {
+  if (source === app.source && app.rows) return;
   $("preview").hidden = true;
   $("rows-count").textContent = "";
   Object.assign(app, { source, rows: null, trainer: null });
@@ -69,11 +73,13 @@ function useRows(source) {
   app.rows = rows;
   const tokens = rows.reduce((sum, row) => sum + row.ids.length, 0), trained = rows.reduce((sum, row) => sum + trainedTokens(row), 0);
   const counts = `${format(rows.length)} rows, ${format(tokens)} tokens, of which ${format(trained)} are trained`;
-  $("rows-count").textContent = [counts, ...notes].join("; ");
-  $("heldout").value = Math.min(20, Math.floor(rows.length / 10));
-  const trainer = new Trainer(app.player, trainingRows());
-  $("steps").value = trainer.total;
-  $("rate").value = trainer.schedule.learning_rate;
+  setField("heldout", Math.min(20, Math.floor(rows.length / 10)));
+  const trainer = new Trainer(app.player, trainingRows()), size = trainer.rowsPerStep;
+  const small = size ? [`${format(size)} row${size > 1 ? "s" : ""} per step, not packed, since the data are small`] : [];
+  const few = trainer.total < app.model.training.few_steps ? [`${format(trainer.total)} steps may be too few to learn much: raise the steps`] : [];
+  $("rows-count").textContent = [counts, ...small, ...few, ...notes].join("; ");
+  setField("steps", trainer.total);
+  setField("rate", trainer.schedule.learning_rate);
   $("shown").replaceChildren(...rows.slice(0, SHOWN).map(({ pieces }) => {
     const item = document.createElement("li");
     item.append(...pieces.map(([text, trained]) =>
@@ -137,7 +143,9 @@ async function train() {
     }
     if (paused) await keep();
     const after = heldout.length ? await exclusive(() => trainer.heldoutLoss(heldout)) : null;
-    showProgress(...(paused ? ["paused"] : []), ...(heldout.length ? [`held-out loss ${format(before)} → ${format(after)}`] : []));
+    const rose = heldout.length && after > before ? ["it rose: lower the learning rate, or take fewer steps"] : [];
+    const result = heldout.length ? [`held-out loss ${format(before)} → ${format(after)}`, ...rose] : [];
+    showProgress(...(paused ? ["paused"] : []), ...result);
     app.heldout = [before, after];
   } finally {
     setRunning(false);
@@ -238,6 +246,7 @@ async function start() {
   const subgroups = size ? `subgroups of ${size}` : "no subgroups";
   $("status").textContent = `${name}, ${layers} layers in ${base_dtype}, on ${opened.name}: ${memory} MiB, ${subgroups}.`;
   on("rows", "change", () => useRows($("rows").value));
+  on("rows", "paste", () => new Promise((resolve) => setTimeout(resolve)).then(() => useRows($("rows").value)));
   const take = async (file) => $("rows").disabled || useRows(($("rows").value = await file.text()));
   on("file", "change", async ({ target }) => {
     const [file] = target.files;

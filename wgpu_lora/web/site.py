@@ -32,11 +32,13 @@ from wgpu_lora.tokenizer.chat_template import TemplateError
 from wgpu_lora.tokenizer.tokenizer import TEMPLATE, Tokenizer
 from wgpu_lora.train.finetune import trainable_for, trainable_parameters
 from wgpu_lora.train.optimizers.adamw import Hyper
-from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import ROWS_PER_BATCH, TrainingArguments
+from wgpu_lora.train.run.run_outcome import FEW as FEW_STEPS
 from wgpu_lora.train.run.trained_weights import TrainableAdapter, adapter_tensors
 from wgpu_lora.train.session.batch import Batch
 from wgpu_lora.train.session.optimizer_update import SlotUpdate
 from wgpu_lora.train.session.session import Session
+from wgpu_lora.train.training_data import FEW, ROWS
 from wgpu_lora.web.recording import Recording, web_capabilities
 
 SCHEMA, VERSION = "wgpu-lora web", 1
@@ -67,7 +69,7 @@ LAST_BLOCK = 0x3240  # of 16 code points: those of letters; above are unassigned
 class WebOptions:
     """rows, tokens: of a batch. context: tokens of a prompt with its answer. subgroup_sizes: to export beside none."""
 
-    rows: int = 2
+    rows: int = ROWS_PER_BATCH
     tokens: int = 256
     context: int = 512
     subgroup_sizes: tuple[int, ...] = ()
@@ -82,14 +84,13 @@ class WebOptions:
             raise UserError(
                 f"The model has {positions} positions: lower {flag('tokens')} and {flag('context')} to that."
             )
-        rate = TrainingArguments().rate_for(model.config.hidden_size)
+        rate = TrainingArguments(model=model.name).rate_for(model.config.hidden_size)
         return TrainingArguments(
             model=model.name,
             learning_rate=rate,
             max_length=self.tokens,
-            per_device_train_batch_size=self.rows,
+            per_device_train_batch_size=None if self.rows == ROWS_PER_BATCH else self.rows,
             gradient_accumulation_steps=1,
-            packing=True,
             base_dtype=model.decoder.base_dtype,
             lora_r=lora_r,
             lora_alpha=2 * lora_r,
@@ -231,6 +232,8 @@ class WebModel:
         state = [*session.trained.params, *(tensor for page in optimizer.state.pages for tensor in page)]
         return {
             "rows": self.options.rows,
+            "small": {"steps": FEW, "rows": [args.per_device_train_batch_size or count for count in ROWS]},
+            "few_steps": FEW_STEPS,
             "tokens": self.options.tokens,
             "batch": self._batch(self.batch),
             "heldout": self._batch(session.heldout),

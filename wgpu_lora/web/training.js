@@ -42,6 +42,19 @@ export function pack(lengths, order, budget) {
   return bins;
 }
 
+// Rows a step of small data, which are not packed, so that an epoch has enough steps; null for packed batches.
+export function rowsPerStep(lengths, { rows, tokens, small }) {
+  const budget = rows * tokens, longest = [...lengths].sort((a, b) => a - b), sum = (values) => values.reduce((a, b) => a + b, 0);
+  if (sum(lengths) / budget >= small.steps) return null;
+  let batch = 1;
+  for (const count of small.rows) {
+    batch = Math.min(count, lengths.length);
+    while (batch > 1 && sum(longest.slice(-batch)) > budget) batch = Math.floor(batch / 2);
+    if (lengths.length / batch >= small.steps) break;
+  }
+  return batch;
+}
+
 export function learningRate({ kind, learning_rate: peak, warmup_ratio, least }, step, total) {
   const warmup = Math.min(Math.ceil(total * warmup_ratio), Math.max(0, total - 1));
   if (kind !== "constant" && step < warmup) return (peak * (step + 1)) / (warmup + 1);
@@ -57,14 +70,17 @@ export class Trainer {
   constructor(player, rows, { steps, learningRate: peak } = {}) {
     Object.assign(this, { player, rows, plan: player.model.training, step: 0, losses: [], epochs: new Map() });
     this.lengths = rows.map((row) => row.ids.length);
+    this.rowsPerStep = rowsPerStep(this.lengths, this.plan);
     this.schedule = { ...this.plan.schedule, ...(peak ? { learning_rate: peak } : {}) };
     this.total = steps || this.stepsOf(this.plan.epochs);
   }
 
   epoch(number) {
     if (!this.epochs.has(number)) {
-      const order = epochOrder(this.rows.length, this.plan.seed, number);
-      this.epochs.set(number, pack(this.lengths, order, this.plan.rows * this.plan.tokens));
+      const order = epochOrder(this.rows.length, this.plan.seed, number), { rowsPerStep: size } = this;
+      const whole = (i) => order.slice(i * size, (i + 1) * size);
+      this.epochs.set(number, size ? Array.from({ length: Math.ceil(order.length / size) }, (_, i) => whole(i))
+        : pack(this.lengths, order, this.plan.rows * this.plan.tokens));
     }
     return this.epochs.get(number);
   }

@@ -45,7 +45,7 @@ class Lab:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        (self.node,) = cluster.controller("nodes")
+        (self.node,) = cluster.controller("nodes", seconds=300)  # starts the controller and the host, on a busy machine
         (self.device,) = self.node["devices"]
 
     def call(self, method: str, *arguments: Any) -> Any:

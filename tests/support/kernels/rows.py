@@ -101,6 +101,12 @@ def weighted(rng: np.random.Generator, rows: int = 67) -> Arrays:
     return {"logprobs": logprobs, "weights": weights, "losses": poison(rows)}
 
 
+def predicted(rng: np.random.Generator, rows: int = 67, count: int = 61) -> Arrays:
+    arrays = scored(rng, rows, count)
+    arrays["state"][:count:3, 2] = arrays["state"][:count:3, 0]  # the target has the largest logit
+    return {"state": arrays["state"], "count": arrays["count"], "hits": poison(rows)}
+
+
 for rate in (1.0, 0.8):
     add(loss.target_logprobs, scored, rows=67, rate=rate)
     add(loss.logprob_gradient, finished, rows=67, cols=37, rate=rate)
@@ -108,6 +114,7 @@ add(loss.logprob_gradient, finished, rows=67, cols=37, cap=3.0)
 for accumulate in (True, False):
     add(loss.rest_gradient, rests, rows=67, cols=37, accumulate=accumulate)
 add(sft.sft_loss, weighted, rows=67)
+add(loss.target_hits, predicted, rows=67)
 for largest in (False, True):
     add(
         loss.sum_by_slot,

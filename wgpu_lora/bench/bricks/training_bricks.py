@@ -47,7 +47,7 @@ def loss(context: Context) -> Workload:
     scoring = Scoring(input("weights", np.full(tokens, 1 / tokens), "f32"), input("ranges", np.array([[0, tokens]])))
     rec = workload.rec
     swept = sweep(rec, workload.tracked((tokens, config.hidden_size), "hidden"), head, targets)
-    score = objective_of(TrainingArguments()).score(rec, swept.logprobs, scoring)
+    score = objective_of(TrainingArguments()).score_sweep(rec, swept, scoring)
     rec.dispatch(sum_by_slot, score.losses, scoring.loss_ranges, workload.input((1,), name="total"), slots=1)
     assert score.weights is not None
     seed(swept, SweepGradient({1.0: score.weights}))

@@ -28,12 +28,12 @@ from wgpu_lora.cli.inference.sampling_options import (
     TopP,
     for_stdout,
 )
-from wgpu_lora.cli.inference.server import OWN, Url, served_chat
+from wgpu_lora.cli.inference.server import OWN, Url
 from wgpu_lora.cli.inference.slash_commands import SlashCommands
 from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Model, is_given, refuse_unused
 from wgpu_lora.errors import UserError
 from wgpu_lora.signals import ENDING, on_end_signal
-from wgpu_lora.text import escape_unprintable, join_words
+from wgpu_lora.text import escape_unprintable
 from wgpu_lora.weights.base_formats import AUTO
 
 if TYPE_CHECKING:
@@ -89,10 +89,12 @@ def chat(
     if url:
         from wgpu_lora.infer.generation_options import generation_options
         from wgpu_lora.serve.client import ServerClient
+        from wgpu_lora.serve.served_chat import ServedChat
 
         refuse_unused(ctx, (*OWN, "max_length"), "with --url")
         limit = max_new_tokens if is_given(ctx, "max_new_tokens") else None
-        return served_chat(ServerClient(url, model), generation_options(settings, "The command line"), limit)
+        options = generation_options(settings, "The command line")
+        return ChatSession(ServedChat(ServerClient(url, model), options, limit)).run()
     return run_chat(model, adapter or [], compare, settings, max_length, device, base_dtype)
 
 
@@ -147,21 +149,11 @@ class ChatSession:
         return self.reader.typed and is_terminal(sys.stdout)
 
     def run(self) -> int:
+        introduction, *notes = self.chat.introduction()
         if self.reader.typed:
-            names = join_words([*self.chat.lanes])
-            self.say(f"{self.chat.model.name}, answered by {names}. /help lists the commands; Ctrl-D exits.")
-        if not self.chat.templated:
-            why = (
-                "The adapter was trained so"
-                if self.chat.tokenizer.has_chat_template
-                else "The model has no chat template"
-            )
-            wording = "in Alpaca's wording" if self.chat.prompt_format == "alpaca" else "as plain text"
-            self.say(f"{why}: it gets every message {wording}, without the earlier ones.")
-        from wgpu_lora.infer.answers import notes_for
-
-        for note in notes_for(self.chat.model, self.chat.adapters.values()):
-            self.say(f"[{note}]")
+            self.say(f"{introduction} /help lists the commands; Ctrl-D exits.")
+        for note in notes:
+            self.say(note)
         try:
             with self._signals():
                 while self._turn():

@@ -45,20 +45,26 @@ def show_answers(answers: Mapping[str, Answer]) -> None:
         )
 
 
+METRICS = {
+    "mean_token_accuracy": "accuracy",
+    "exact_match": "matches",
+    "rewards/accuracies": "rewards/accuracies",
+    "rewards/margins": "rewards/margins",
+}  # that a table shows, and its columns
+
+
 def show_losses(losses: Mapping[str, Evaluation]) -> None:
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
     table.add_column("name", overflow="fold")
-    metrics = [
-        name for name in ("rewards/accuracies", "rewards/margins") if any(name in f.metrics for f in losses.values())
-    ]
-    titles = metrics or ["perplexity"]
-    for title in ("loss", *titles, "tokens"):
+    some = [name for name in METRICS if any(name in result.metrics for result in losses.values())]
+    perplexity = any(result.perplexity is not None for result in losses.values())
+    for title in ("loss", *(["perplexity"] if perplexity else []), *(METRICS[name] for name in some), "tokens"):
         table.add_column(title, justify="right", no_wrap=True)
     for name, result in losses.items():
-        figures = [result.metrics.get(metric) for metric in metrics] or [result.perplexity]
+        figures = [*([result.perplexity] if perplexity else []), *(result.metrics.get(metric) for metric in some)]
         values = ["" if value is None else f"{value:.4f}" for value in figures]
         table.add_row(Text(escape_unprintable(name)), f"{result.loss:.6f}", *values, f"{result.tokens:,}")
     console().print(table)

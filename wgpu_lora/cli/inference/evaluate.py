@@ -27,6 +27,7 @@ from wgpu_lora.cli.parameters import (
     choice,
     refuse_unused,
 )
+from wgpu_lora.cli.run_summary import SHOWN, show_comparisons
 from wgpu_lora.errors import NotFiniteError
 from wgpu_lora.events import Evaluating
 from wgpu_lora.names.choices import OVERFLOW
@@ -35,7 +36,7 @@ from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.weights.base_formats import AUTO
 
 OF_LOSSES = ("objective", "max_length", "on_overflow", "completion_only_loss", "skip_bad_rows", "teacher",
-             "teacher_adapter", "teacher_cache")  # fmt: skip
+             "teacher_adapter", "teacher_cache", "exact_match", "match_pattern", "match_field")  # fmt: skip
 OF_CHECKS = ("samples", "temperature", "top_p", "max_new_tokens", "seed", "batch_size", "timeout", "completion",
              "output", "allow_unconfined")  # fmt: skip
 
@@ -50,6 +51,9 @@ class _EvaluationProgress(TensorBar):
     def evaluating(self, evaluating: Evaluating) -> None:
         self._bar.close()
         self._row_bar.advance(to=evaluating.rows, total=evaluating.total)
+
+    def answering(self, done: int, total: int, tokens: int) -> None:
+        self._row_bar.advance(to=done, total=total, detail=f"{tokens:,} tokens of answers")
 
 
 def evaluate(
@@ -85,6 +89,16 @@ def evaluate(
     teacher_adapter: Annotated[str | None, typer.Option(help="Its adapter.", metavar="DIR")] = None,
     teacher_cache: Annotated[
         str | None, typer.Option(help="Cache of what a teacher says about --data, instead of a model.", metavar="DIR")
+    ] = None,
+    exact_match: Annotated[
+        bool, typer.Option("--exact-match", help="Also answer greedily, and count answers that equal the rows' own.")
+    ] = False,
+    match_pattern: Annotated[
+        str | None,
+        typer.Option(help="Compare what this expression (or its first group) matches first.", metavar="REGEX"),
+    ] = None,
+    match_field: Annotated[
+        str | None, typer.Option(help="Compare this field of answers in JSON; a.b is within another.", metavar="NAME")
     ] = None,
     pass_at_k: Annotated[
         str | None,
@@ -157,6 +171,7 @@ def evaluate(
     options = {"objective": objective, "teacher": teacher}
     options |= {"teacher_adapter": teacher_adapter, "teacher_cache": teacher_cache}
     options |= {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
+    options |= {"exact_match": exact_match, "match_pattern": match_pattern, "match_field": match_field}
     options |= {"goal": goal, "notes": notes, "run_log": run_log}
     row_options: dict[str, Any] = {
         "max_length": max_length,
@@ -200,6 +215,7 @@ def evaluate(
                 line("metric", f"{name} {value:.6f}")
             tokens, over = count_noun(result.tokens, "trained token"), count_noun(result.rows, "row")
             line("over", f"{tokens} in {over}, in {result.seconds:.1f} s")
+            show_comparisons(result.comparisons[:SHOWN])
     if not as_json:
         line("data", next(iter(losses.values())).data)
     bad = [name for name, result in losses.items() if not math.isfinite(result.loss)]

@@ -24,7 +24,7 @@ from wgpu_lora.cli.inference.sampling_options import (
     TopP,
     for_stdout,
 )
-from wgpu_lora.cli.inference.server import OWN, Url, served_answers, served_chat
+from wgpu_lora.cli.inference.server import OWN, Url, served_answers
 from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Json, Model, is_given, refuse_unused
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import count_noun, escape_unprintable
@@ -103,12 +103,14 @@ def generate(
 
     no_prompts = not prompt and prompts is None
     if no_prompts and not (as_json or output or batch_size) and is_terminal(sys.stdin) and is_terminal(sys.stdout):
-        from wgpu_lora.cli.inference.chat import run_chat
+        from wgpu_lora.cli.inference.chat import ChatSession, run_chat
+        from wgpu_lora.serve.served_chat import ServedChat
 
         if url:
             refuse_unused(ctx, OWN, "with --url")
             limit = max_new_tokens if is_given(ctx, "max_new_tokens") else None
-            return served_chat(ServerClient(url, model), generation_options(settings, "The command line"), limit)
+            options = generation_options(settings, "The command line")
+            return ChatSession(ServedChat(ServerClient(url, model), options, limit)).run()
         return run_chat(model, adapter or [], compare, settings, None, device, base_dtype)
     if temperature == 0:
         refuse_unused(ctx, DRAWING, "at --temperature 0, which takes the most likely token")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from wgpu_lora.cli.console import Bar
-from wgpu_lora.cli.inference.line_reader import Reader
-from wgpu_lora.cli.inference.sampling_options import for_stdout
 from wgpu_lora.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,39 +46,3 @@ def served_answers(
 
     with Bar("answering", len(prompts)) as bar, ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(answer, prompts))
-
-
-def served_chat(client: ServerClient, settings: GenerationOptions, max_tokens: int | None) -> int:
-    """A conversation with a server; /reset begins anew, /exit ends it. max_tokens: see `request_of`."""
-    from wgpu_lora.serve.client import request_of
-
-    reader = Reader()
-    messages: list[dict[str, Any]] = []
-    try:
-        while (text := reader.read()) not in (None, "/exit"):
-            if text == "/reset":
-                messages.clear()
-            elif text and text.strip():
-                messages.append({"role": "user", "content": text})
-                answer = ""
-                try:
-                    with client.understood():
-                        for chunk in client.events(*request_of(messages, settings, max_tokens)):
-                            for choice in chunk["choices"]:
-                                piece = choice["delta"].get("content") or ""
-                                answer += piece
-                                print(for_stdout(piece), end="", flush=True)
-                except KeyboardInterrupt:  # by a person who has read enough
-                    if not reader.typed:
-                        raise
-                except UserError as error:
-                    if not reader.typed:
-                        raise
-                    print(f"wgpu-lora: {error}", file=sys.stderr, flush=True)
-                    messages.pop()
-                    continue
-                print(flush=True)
-                messages.append({"role": "assistant", "content": answer})
-    finally:
-        reader.close()
-    return 0

@@ -73,9 +73,7 @@ class SlashCommands:
     # -- who answers -----------------------------------------------------------------------------------------------
 
     def _adapters(self, argument: str) -> None:
-        from wgpu_lora.infer.named_adapters import BASE
-
-        for name, where in {BASE: "the model without an adapter", **self.chat.adapters}.items():
+        for name, where in self.chat.speakers.items():
             self.say(f"{'*' if name in self.chat.lanes else ' '} {name}  {where}")
 
     def _adapter(self, argument: str) -> None:
@@ -90,9 +88,9 @@ class SlashCommands:
         from wgpu_lora.infer.named_adapters import BASE, named_adapters
 
         chat = self.chat
-        if text in chat.adapters:
+        if text in chat.speakers:
             return [text]
-        if text in ("none", BASE):
+        if text == "none" and BASE in chat.speakers:
             return [BASE]
         if text == "all" and chat.adapters:
             return list(chat.adapters)

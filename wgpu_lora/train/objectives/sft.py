@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from wgpu_lora.gpu.kernel import U32, Fixed, In, Out, kernel, linear_grid
-from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.ops.loss import Sweep, hits
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.objectives.objective import Objective, Score, Scoring
+
+ACCURACY = "mean_token_accuracy"  # as TRL calls it
 
 
 @kernel("objectives/sft.wgsl", grid=lambda c: linear_grid(c.rows), lib=("linear",))
@@ -23,7 +25,10 @@ def sft_loss(logprobs: In, weights: Fixed, losses: Out, *, rows: U32) -> Any:
 class SFT(Objective):
     """Every trained token has the same weight: 1 / trained tokens of the optimizer step."""
 
-    def score(self, rec: Recorder, logprobs: Tensor, scoring: Scoring) -> Score:
-        losses = rec.temp(logprobs.shape, name="losses")
-        rec.dispatch(sft_loss, logprobs, scoring.weights, losses, rows=losses.size)
-        return Score(scoring.weights, losses)
+    metrics: ClassVar[tuple[str, ...]] = (ACCURACY,)
+    progress_metrics: ClassVar[tuple[str, ...]] = ()
+
+    def score_sweep(self, rec: Recorder, swept: Sweep, scoring: Scoring) -> Score:
+        losses = rec.temp(swept.logprobs.shape, name="losses")
+        rec.dispatch(sft_loss, swept.logprobs, scoring.weights, losses, rows=losses.size)
+        return Score(scoring.weights, losses, {ACCURACY: hits(rec, swept)})

@@ -73,6 +73,7 @@ PATHS = (
 # Batches by default, unless the data are small (train/training_data.py).
 LEAST_BETA = Range(at_least=1e-9, at_most=1e9)  # squares of 1 / beta are float32 numbers
 OUTPUT, ROWS_PER_BATCH, ACCUMULATION = "output", 2, 4
+DEMO_RATE = 4e-3  # of a model far narrower than those that the default was measured on (docs/defaults.md)
 LENGTH = 1024  # tokens per row by default, if the model has as many positions
 # Headings of the options in the command line's help, in order.
 PANELS = (FILES, ADAPTER, OPTIMISATION, PREFERENCES, DISTILLATION, REWARDS, BATCHES, MEMORY, SAVING)
@@ -164,7 +165,11 @@ class TrainingArguments(RewardOptions, DistillationOptions, PreferenceOptions, G
 
     def rate_for(self, width: int) -> float:
         """The peak learning rate for a model whose hidden states have `width` values."""
-        return OBJECTIVES[self.objective].default_rate(width) if self.learning_rate is None else self.learning_rate
+        if self.learning_rate is not None:
+            return self.learning_rate
+        objective = OBJECTIVES[self.objective]
+        on_answers = objective.learning_rate == OBJECTIVES["sft"].learning_rate
+        return DEMO_RATE if self.model == "demo" and on_answers else objective.default_rate(width)
 
     def budget(self) -> int | None:
         """memory_budget in bytes."""

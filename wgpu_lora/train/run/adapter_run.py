@@ -35,6 +35,7 @@ from wgpu_lora.train.run.resume import (
     set_length,
 )
 from wgpu_lora.train.run.run_checkpoint import BEST, EPOCH, PHASE, Trainable, origin_of
+from wgpu_lora.train.run.run_outcome import end_warnings, start_warnings
 from wgpu_lora.train.run.run_state import SCHEMA, RunState, read_state
 from wgpu_lora.train.run.training_log import Log
 from wgpu_lora.train.session.data_stream import DataStream, heldout_options
@@ -400,6 +401,17 @@ class AdapterRun:
         events.evaluating(replace(at, rows=at.total, loss=loss))
         return {f"eval_{name}": value for name, value in result.items()}
 
+    @cached_property
+    def start_warnings(self) -> list[str]:
+        return start_warnings(self.args, self.stream, self.heldout)
+
+    def log_lines(self) -> list[dict[str, Any]]:
+        """The lines of the log so far."""
+        return training_log.read_log(self.log.path) if self.log.path.is_file() else []
+
+    def _end_warnings(self) -> list[str]:
+        return end_warnings(self.state, self.log_lines(), self.rollouts is not None, self.stream.prepared, self.heldout)
+
     # -- end -------------------------------------------------------------------------------------------------------
 
     def finish(self, session: Session, stop_reason: str, stop_signal: str | None = None) -> RunRecord:
@@ -465,6 +477,7 @@ class AdapterRun:
             trainable_parameters=session.trained.trainable(self.slot, session.model.config),
             memory=memory_of(session),
             environment=training_log.environment(session.device),
+            warnings=self.start_warnings + self._end_warnings(),
         )
 
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.formats.hub import hub_id
+from wgpu_lora.formats.hub import PUBLIC, hub_id
 from wgpu_lora.formats.model_cards import header, table
 from wgpu_lora.formats.peft_adapter import WEIGHTS
-from wgpu_lora.formats.smollm2 import GGUF as SMOLLM2
 from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.tokenizer.examples import Alpaca
 from wgpu_lora.tokenizer.label_mask import alpaca_prompt
@@ -47,7 +46,7 @@ wgpu-lora export gguf --model {base} --adapter {adapter} --quantize q4_k_m --out
 llama-cli -m {adapter}.gguf
 ```"""
 # What stands for a model that has a name, if something else than wgpu-lora is to read it.
-NAMED = {"demo": "wgpu_lora/demo/model", "smollm2": SMOLLM2}
+NAMED = {"demo": "wgpu_lora/demo/model"}
 GGUF = """
 With [llama.cpp](https://github.com/ggml-org/llama.cpp), beside the base:
 
@@ -89,7 +88,7 @@ def card(record: RunRecord, auto_class: str = ModelConfig.AUTO_CLASS) -> str:
     """The text of the card. auto_class: of transformers, which loads the base."""
     options, environment = record.options, record.environment
     model, device = options.model or "demo", environment.device
-    base = hub_id(model)
+    base = hub_id(PUBLIC.get(model, model))
     name = base or Path(model).name
     omissions = {*OWN, *(name for name, _ in idle_options(options))}
     option_values = replace(options, learning_rate=options.rate).as_dict()
@@ -129,8 +128,8 @@ def _use(model: str, name: str, record: RunRecord, auto_class: str) -> str:
     adapter = record.directory.resolve().name
     if record.options.train == "quant-scales":
         return USE_BASE.format(place=shlex.quote(adapter))
-    place = model if hub_id(model) else f"path/to/{NAMED.get(model, name)}"
-    base = model if model in NAMED else place
+    place = PUBLIC.get(model) or (model if hub_id(model) else f"path/to/{NAMED.get(model, name)}")
+    base = model if model in (*NAMED, *PUBLIC) else place
     text = USE + (GGUF if place.lower().endswith(".gguf") else PEFT)
     text = text.format(
         base=shlex.quote(base), file=shlex.quote(place), place=place, adapter=adapter, auto_class=auto_class

@@ -99,6 +99,7 @@ class RunRecord:
         base_digest: of the base model's names, shapes and the edges of its shards; base_sha256: of all its values.
         adapter_sha256, init_adapter_sha256: of the adapter's weights, and of those that it started from.
         trainable_parameters: number of the adapter's parameters.
+        warnings: sentences about rows that were not used as they are, too few steps, and a loss that rose.
     """
 
     stop_reason: str
@@ -115,6 +116,7 @@ class RunRecord:
     trainable_parameters: int
     memory: Memory
     environment: Environment
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def outcome(self) -> str:
@@ -231,6 +233,7 @@ class AdapterRecord:
     losses: AdapterLosses
     trainable_parameters: int
     adapter_sha256: str
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def outcome(self) -> str:
@@ -250,6 +253,11 @@ class PipelineRecord:
     adapters: list[AdapterRecord]
     memory: Memory
     environment: Environment
+
+    @property
+    def warnings(self) -> list[str]:
+        """Those of all adapters, which `RunRecord.warnings` has."""
+        return [f"{adapter.name}: {text}" for adapter in self.adapters for text in adapter.warnings]
 
     def to_json(self) -> dict[str, Any]:
         """The contents of pipeline.json."""

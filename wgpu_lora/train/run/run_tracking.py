@@ -22,6 +22,7 @@ from wgpu_lora.track.run_log import (
     FAILED,
     HELD_OUT,
     KILLED,
+    REWARD,
     STOPPED,
     TRAINING,
     DataFile,
@@ -38,6 +39,7 @@ from wgpu_lora.track.trackers import GuardedTracker, TrackedRun, trackers_of
 from wgpu_lora.train.run.adapter_run import AdapterRun, Tracking
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.train.run.run_checkpoint import BEST
+from wgpu_lora.train.run.run_outcome import first_and_last
 from wgpu_lora.train.run.stop_reasons import STOP_TEXT
 from wgpu_lora.train.run.training_log import LOG, read_log
 
@@ -187,14 +189,17 @@ def logged_id(directory: Path) -> str | None:
 
 
 def losses_of(run: AdapterRun) -> Losses:
-    """The held-out losses or, if no rows are held out, the logged training losses: first, lowest and last.
+    """The held-out losses or, if no rows are held out, the logged training losses: first, lowest and last. Of a run
+    that learns from rewards, those.
 
     Steps that are not logged yet count like a line.
     """
     state = run.state
+    if run.rollouts:
+        return _rewards(run.log_lines())
     if run.heldout:
         return Losses(HELD_OUT, state.first_eval_loss, state.best_eval_loss, state.trained_eval_loss)
-    lines = read_log(run.log.path) if run.log.path.is_file() else []
+    lines = run.log_lines()
     return _losses([*lines, {"loss": statistics.fmean(state.pending)}] if state.pending else lines, "loss", TRAINING)
 
 
@@ -203,13 +208,18 @@ def _losses(lines: Sequence[Mapping[str, float]], name: str, of: str) -> Losses:
     return Losses(of, logged[0], min(logged), logged[-1]) if logged else Losses(of)
 
 
+def _rewards(lines: Sequence[Mapping[str, float]]) -> Losses:
+    ends = first_and_last(lines, REWARD)
+    return Losses(REWARD, ends[0], max(line[REWARD] for line in lines if REWARD in line), ends[1]) if ends else Losses()
+
+
 def with_log(entry: RunEntry) -> RunEntry:
     """An entry of the run log; of a killed run, with what its log.jsonl says, if that is still the run's."""
     path = Path(entry.outputs[0]) / LOG if entry.outputs else None
     if entry.status != KILLED or not path or logged_id(path.parent) != entry.id or not path.is_file():
         return entry
     lines = read_log(path)
-    heldout = _losses(lines, "eval_loss", HELD_OUT)
-    result = heldout if heldout.final is not None else _losses(lines, "loss", TRAINING)
+    candidates = _rewards(lines), _losses(lines, "eval_loss", HELD_OUT), _losses(lines, "loss", TRAINING)
+    result = next((losses for losses in candidates if losses.final is not None), Losses())
     last = lines[-1] if lines else {}
     return replace(entry, losses=result, steps=last.get("step"), tokens=last.get("tokens"), seconds=last.get("seconds"))
