@@ -199,6 +199,22 @@ def test_requests_with_one_prompt_compute_it_once(engine: Engine, rng: np.random
     assert len({tuple(request.token_ids) for request in requests}) > 1
 
 
+def test_an_adapter_gets_a_slot_though_others_are_asked_for_all_the_time(engine: Engine) -> None:
+    """Two slots, whose adapters get a new request in each step."""
+    rare = Request([7, 8], "a2", max_new_tokens=2)
+    busy = [Request([5, 6], name, max_new_tokens=4) for name in ("a0", "a1")]
+    for step in range(20):
+        for request in busy[-2:]:
+            engine.add(request)
+        if step == 3:
+            engine.add(rare)
+        engine.step()
+        busy += [Request([5, step], name, max_new_tokens=4) for name in ("a0", "a1")]
+    assert rare.finish_reason == "length"
+    for request in busy:
+        engine.abort(request)
+
+
 def test_an_adapter_of_the_same_name_has_no_cache_of_the_one_before(engine: Engine, tmp_path: Path) -> None:
     ids = list(range(3, 40))
     answers = []

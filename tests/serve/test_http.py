@@ -326,7 +326,8 @@ def test_adapters_are_loaded_and_unloaded_though_the_client_leaves(tmp_path: Pat
     with serving(make, adapters=(), allow_runtime_lora=True) as server:
 
         def post(act: str, **options: Any) -> httpx.Response:
-            return httpx.post(f"{server.url}/v1/{act}_lora_adapter", json=body, **options)
+            own = body if act == "load" else {"lora_name": "new"}
+            return httpx.post(f"{server.url}/v1/{act}_lora_adapter", json=own, **options)
 
         if act == "unload":
             assert post("load").status_code == 200
