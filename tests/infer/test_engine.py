@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from wgpu_lora.infer.request import Request
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.models.adapter_modules import read_adapter_for
 from wgpu_lora.models.batch_inputs import Segment
-from wgpu_lora.models.loaded_model import LoadedModel
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
 
 SMALL: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64, "buckets": (16, 64)}
 
@@ -196,6 +197,22 @@ def test_requests_with_one_prompt_compute_it_once(engine: Engine, rng: np.random
     assert [request.cached_tokens for request in (*requests, other)] == [0, 32, 32, 32, 32, 0]
     assert engine.stats().cached_tokens - before.cached_tokens == 4 * 32
     assert len({tuple(request.token_ids) for request in requests}) > 1
+
+
+def test_an_adapter_gets_a_slot_though_others_are_asked_for_all_the_time(engine: Engine) -> None:
+    """Two slots, whose adapters get a new request in each step."""
+    rare = Request([7, 8], "a2", max_new_tokens=2)
+    busy = [Request([5, 6], name, max_new_tokens=4) for name in ("a0", "a1")]
+    for step in range(20):
+        for request in busy[-2:]:
+            engine.add(request)
+        if step == 3:
+            engine.add(rare)
+        engine.step()
+        busy += [Request([5, step], name, max_new_tokens=4) for name in ("a0", "a1")]
+    assert rare.finish_reason == "length"
+    for request in busy:
+        engine.abort(request)
 
 
 def test_an_adapter_of_the_same_name_has_no_cache_of_the_one_before(engine: Engine, tmp_path: Path) -> None:
@@ -375,7 +392,7 @@ def test_a_step_computes_no_more_of_prompts_than_it_may(qwen2: LoadedModel, rng:
     assert sizes == [(16, 0), (16, 0), (16, 0), (5, 0), (0, 2)]
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "gemma3_text", "qwen3_5_text"])
+@pytest.mark.parametrize("architecture", ["qwen2", "phi3", "qwen3_5_text"])
 def test_a_full_cache_changes_no_bits(
     device: Device, tmp_path: Path, rng: np.random.Generator, architecture: str
 ) -> None:
@@ -405,6 +422,27 @@ def test_a_full_cache_changes_no_bits(
         again.append(len(begun) - len(requests))
     assert results[0] == results[1]
     assert again[0] == 0 < again[1]
+
+
+def test_an_answer_has_room_where_it_is_computed_anew(device: Device, tmp_path: Path) -> None:
+    """Beyond the switch of LongRoPE's factors, here at the end of a block."""
+    shutil.copytree(FIXTURES / "models" / "phi3", tmp_path / "phi3")
+    config = (tmp_path / "phi3" / "config.json").read_text()
+    (tmp_path / "phi3" / "config.json").write_text(
+        config.replace('"original_max_position_embeddings": 9', '"original_max_position_embeddings": 16')
+    )
+    model = open_model(str(tmp_path / "phi3"), device, "f32")
+    engine, request = Engine(model, **SMALL), Request(list(range(3, 13)), None, max_new_tokens=20, logprobs=0)
+    try:
+        answer = run(engine, [request])[0]
+    finally:
+        engine.close()
+    whole = np.array([*request.prompt, *request.token_ids])
+    (logits,) = full_logits(model, [Segment(whole)])
+    expected = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
+    for position in range(16, 29):  # the tokens before were chosen with the short factors
+        token, logprobs = answer[position - 9]
+        assert logprobs.logprob == pytest.approx(expected[position, token], abs=1e-4)
 
 
 def test_answers_take_the_cache_as_they_grow(qwen2: LoadedModel) -> None:

@@ -148,6 +148,26 @@ def test_a_client_that_goes_away_frees_its_rows(stream: bool) -> None:
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+def test_a_head_must_come_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wgpu_lora.serve.http_server.HEAD_SECONDS", 0.5)
+    with serving(slow) as server:
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        answer = server.client.completions.create(model="base", prompt="x", max_tokens=60, stream=True)
+        with socket.create_connection(address, timeout=10) as idle, socket.create_connection(address) as slow_head:
+            slow_head.sendall(b"GET /health HTTP/1.1\r\nX: ")
+
+            def is_closed() -> bool:
+                try:
+                    slow_head.sendall(b"x")
+                except OSError:
+                    return True
+                return False
+
+            until(is_closed)
+            assert idle.recv(1) == b""
+        assert len(list(answer)) == 60  # it took longer
+
+
 def test_a_full_server_asks_to_wait() -> None:
     with serving(slow, limits=Limits(queue=1)) as server:
         streams = [
@@ -306,7 +326,8 @@ def test_adapters_are_loaded_and_unloaded_though_the_client_leaves(tmp_path: Pat
     with serving(make, adapters=(), allow_runtime_lora=True) as server:
 
         def post(act: str, **options: Any) -> httpx.Response:
-            return httpx.post(f"{server.url}/v1/{act}_lora_adapter", json=body, **options)
+            own = body if act == "load" else {"lora_name": "new"}
+            return httpx.post(f"{server.url}/v1/{act}_lora_adapter", json=own, **options)
 
         if act == "unload":
             assert post("load").status_code == 200

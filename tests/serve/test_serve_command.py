@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,8 +52,11 @@ class Process(NamedTuple):
 
 
 @contextmanager
-def process(*arguments: str) -> Iterator[Process]:
+def process(*arguments: str, files: int | None = None) -> Iterator[Process]:
+    """files: that it may open."""
     command = [sys.executable, "-m", "wgpu_lora", "serve", "--model", "demo", "--port", "0", *arguments]
+    if files:
+        command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         try:
             assert running.stdout
@@ -118,6 +122,30 @@ def test_what_does_not_finish_in_time_is_cut_off(ends: list[signal.Signals], str
             assert isinstance(error, httpx.HTTPError) if error else answer.result().status_code in (200, 503)
         assert server.process.stderr
         assert "Traceback" not in server.process.stderr.read()
+
+
+def test_a_flood_of_idle_connections_stops_no_answers() -> None:
+    with process("--max-model-len", "1024", "--max-num-seqs", "2", files=160) as server, ExitStack() as flood:
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        stream = iter(
+            server.client.completions.create(
+                model="demo", prompt="x", max_tokens=600, stream=True, extra_body={"ignore_eos": True}
+            )
+        )
+        next(stream)
+        for number in range(300):
+            connection = flood.enter_context(socket.create_connection(address, timeout=10))
+            if number % 3:  # the others send nothing at all
+                head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n"
+                connection.sendall(head + b"\r\n" * (number % 3 == 2))
+            if number % 60 == 59:
+                assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
+                assert server.text("demo", "Hi", max_tokens=2)
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+        server.process.kill()
+        assert server.process.stderr
+        (line,) = server.process.stderr.read().splitlines()
+        assert "as many as the limit of open files allows" in line
 
 
 def test_a_unix_socket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

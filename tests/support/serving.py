@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from openai import OpenAI
-from uvicorn import Config, Server
 
 from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.errors import UserError
@@ -26,6 +25,7 @@ from wgpu_lora.infer.sampling import uniform
 from wgpu_lora.models.model_files import read_model
 from wgpu_lora.serve.app import Access, make_app
 from wgpu_lora.serve.engine_thread import EngineThread
+from wgpu_lora.serve.http_server import HttpServer
 from wgpu_lora.serve.prompts import Limits
 from wgpu_lora.serve.service import Service
 from wgpu_lora.tokenizer.local_tokenizer import LocalTokenizer
@@ -225,7 +225,7 @@ def serving(
     service = Service(thread, first.model, decoder, first.max_model_len, NAME, limits)
     app = make_app(service, access, allow_runtime_lora)
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        server = Server(Config(app, ws="none", lifespan="off", log_config=None, access_log=False))
+        server = HttpServer(app)
         runner = threading.Thread(target=lambda: asyncio.run(server.serve([sock])))
         runner.start()
         try:

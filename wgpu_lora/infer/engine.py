@@ -369,7 +369,8 @@ class Engine:
         """Take the blocks that answers need next, the oldest first. If none is left, the newest sequence begins again
         later, with all that it has so far, before those that wait."""
         for sequence in list(self._running):
-            while sequence.decodes and sequence.place >= 0 and len(sequence.blocks) * BLOCK <= sequence.computed:
+            size = max(sequence.prompt.size, sequence.computed + 1)  # all is computed anew beyond the model's switch
+            while sequence.place >= 0 and len(sequence.blocks) * BLOCK < size:
                 if self._pool.available:
                     sequence.blocks += self._pool.take(1)
                     continue

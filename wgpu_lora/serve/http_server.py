@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import psutil
+from starlette.types import ASGIApp
 from uvicorn import Config, Server
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.events import Events
@@ -27,14 +33,100 @@ from wgpu_lora.serve.service import Service
 from wgpu_lora.signals import on_end_signal
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+HEAD_SECONDS = 30.0  # until the whole head of a request has come
+MAX_CONNECTIONS = 4096
+OTHER_FILES = 32  # that the process may open beside connections
+NOTE_SECONDS = 600.0  # between two lines about too many connections
 MAX_SLOWDOWN = 4.0  # of answers, by the prompts of others; waits of up to 5 times are possible, as steps vary
 
 
-class _Server(Server):
+class HttpServer(Server):
+    """uvicorn's server, with fewer connections than the process may have files open, so that a new one is answered.
+
+    Those that wait for their client make room for others, the one that has waited longest first.
+
+    Args:
+        end_seconds: that requests may take once the server ends.
+    """
+
+    def __init__(self, app: ASGIApp, end_seconds: int | None = None) -> None:
+        config = Config(
+            app, http=H11Protocol, ws="none", lifespan="off", log_config=None, log_level="error", access_log=False,
+            proxy_headers=False, server_header=False, timeout_graceful_shutdown=end_seconds,
+        )  # fmt: skip
+        super().__init__(config)
+        self._limit = connection_limit()
+        self._since: dict[Any, float] = {}  # (connection, its newest request) -> since when it waits for its client
+        self._noted = -NOTE_SECONDS
+        self._tasks: list[asyncio.Task[None]] = []
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are handled by `serve`: uvicorn's handlers would raise them again after the end."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        for sock in sockets or []:
+            sock.setblocking(False)
+            self._tasks.append(asyncio.create_task(self._accept(sock)))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await super().shutdown(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        end = time.monotonic() - HEAD_SECONDS
+        for (connection, _), since in self._waiting().items():
+            if since < end:
+                connection.transport.abort()
+        return await super().on_tick(counter)
+
+    def _waiting(self) -> dict[Any, float]:
+        """The connections that wait for a head, a body or the next request, with their newest request or None."""
+        now, connections = time.monotonic(), cast(set[H11Protocol], self.server_state.connections)
+        keys = [(connection, cycle) for connection in connections
+                if (cycle := connection.cycle) is None or cycle.response_complete or cycle.more_body]  # fmt: skip
+        self._since = {key: self._since.get(key, now) for key in keys}
+        return self._since
+
+    async def _accept(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        make = partial(H11Protocol, self.config, self.server_state, self.lifespan.state)
+        while True:
+            try:
+                while len(self.server_state.connections) >= self._limit:
+                    await self._make_room()
+                accepted, _ = await loop.sock_accept(sock)
+                _, connection = await loop.connect_accepted_socket(make, accepted)
+                self._since[connection, None] = time.monotonic()
+            except OSError as error:
+                if error.errno != errno.ECONNABORTED:  # the process has too many other files open
+                    await self._make_room()
+
+    async def _make_room(self) -> None:
+        oldest = sorted(self._waiting().items(), key=lambda item: item[1])[: max(1, self._limit // 16)]
+        for (connection, _), _ in oldest:
+            connection.transport.abort()
+        if time.monotonic() - self._noted > NOTE_SECONDS:
+            self._noted = time.monotonic()
+            print(
+                f"wgpu-lora: there are {len(self.server_state.connections)} connections, as many as the limit of open "
+                "files allows: those that send nothing are closed, the oldest first.", file=sys.stderr, flush=True
+            )  # fmt: skip
+        await asyncio.sleep(0 if oldest else 0.1)
+
+
+def connection_limit() -> int:
+    """The most connections, by the files that the process may open beside those that it has open now."""
+    if sys.platform == "win32":
+        return MAX_CONNECTIONS
+    import resource
+
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    free = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else files - psutil.Process().num_fds() - OTHER_FILES
+    return max(1, min(MAX_CONNECTIONS, free))
 
 
 def open_engine(
@@ -129,7 +221,7 @@ def serve(
         model = engine.model
         decoder = read_model(model.path).tokenizer
         assert decoder
-        server: list[_Server] = []
+        server: list[HttpServer] = []
 
         def stop() -> None:
             for instance in server:
@@ -149,14 +241,7 @@ def serve(
                 note(text)
             hosts = LOOPBACK if unix_socket is None and host in LOOPBACK and not api_key else None
             app = make_app(service, Access(api_key, hosts, origins), allow_runtime_lora)
-            server.append(
-                _Server(
-                    Config(
-                        app, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
-                        server_header=False, timeout_graceful_shutdown=end_seconds,
-                    )
-                )
-            )  # fmt: skip
+            server.append(HttpServer(app, end_seconds))
             url_host = f"[{host}]" if ":" in host else host
             tell(str(unix_socket) if unix_socket else f"http://{url_host}:{sock.getsockname()[1]}")
 
