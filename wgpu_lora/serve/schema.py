@@ -299,5 +299,7 @@ class LoadAdapter(_Body):
     lora_path: Annotated[str, Field(min_length=1)]
 
 
-class UnloadAdapter(_Body):
+class UnloadAdapter(_Open):
+    """Its other fields, such as those of loading, say nothing more."""
+
     lora_name: str

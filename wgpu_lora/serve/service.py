@@ -291,7 +291,7 @@ class Service:
         for choice in choices:
             message, schemas = choice.get("message") or {"content": choice["text"]}, run.form.schemas
             functions = [call["function"] for call in message.get("tool_calls", [])]
-            pairs = [(schemas[function["name"]], function["arguments"]) for function in functions]
+            pairs = [(schemas.get(function["name"], True), function["arguments"]) for function in functions]
             if not pairs:
                 pairs = [(schemas.get(None, False), message["content"] or "")]
             valid, error = await run_in_threadpool(self._checker.check, pairs)
