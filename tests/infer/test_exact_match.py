@@ -28,8 +28,10 @@ from wgpu_lora.train.run.run_state import RunState
         (Match(pattern=r"\d+"), "of 12 and 13", "12"),
         (Match(pattern=r"= (\w+)"), "x = yes", "yes"),
         (Match(pattern="z"), "none of it", None),
-        (Match(field="a"), '{"a": [1, 2], "b": 3}', [1, 2]),
-        (Match(field="a.b"), '{"a": {"b": null}}', None),
+        (Match(pattern="(a+)|b"), "blue", "b"),
+        (Match(field="a"), '{"a": [1, 2], "b": 3}', ([1, 2],)),
+        (Match(field="a.b"), '{"a": {"b": null}}', (None,)),
+        (Match(field="a.c"), '{"a": {"b": null}}', None),
         (Match(field="a"), "no JSON", None),
         (Match(field="a"), '"text"', None),
     ],
@@ -129,6 +131,7 @@ def test_a_run_says_whether_it_worked(run: Run, tmp_path: Path) -> None:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     held.write_text("".join(json.dumps(row) + "\n" for row in [*rows[2:], new]))
     out = tmp_path / "out"
+    assert "--answers must be 0 or more" in run("finetune", "--data", data, "--answers", -1).refusal()
     text = run("finetune", "--data", data, "--eval-data", held, "--output", out, "--max-steps", 2).output()
     assert "held-out token accuracy" in text
     assert "2 of 3 held-out rows are also trained on" in text

@@ -86,6 +86,45 @@ def test_wrong_commands_of_a_chat_with_a_server(
     assert part in capsys.readouterr().err
 
 
+def test_the_base_of_a_chat_is_the_servers_first_model(
+    server: Serving, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/adapter all\none\n/adapter none\ntwo\n"))
+    assert main(["chat", "--url", server.url]) == 0
+    assert "tuned: one" in (out := capsys.readouterr().out)
+    assert "None: two" in out
+
+
+def test_half_an_answer_is_no_answer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Ending(BaseHTTPRequestHandler):
+        def answer(self, kind: str, content: str) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.end_headers()
+            self.wfile.write(content.encode())
+
+        def do_GET(self) -> None:
+            self.answer("application/json", '{"data": [{"id": "x"}]}')
+
+        def do_POST(self) -> None:
+            choice = {"index": 0, "delta": {"content": "Half"}, "finish_reason": None}
+            self.answer("text/event-stream", f"data: {json.dumps({'choices': [choice]})}\n\n")
+
+        def log_message(self, *arguments: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Ending) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        try:
+            monkeypatch.setattr(sys, "stdin", io.StringIO(f"one\n/save {tmp_path / 'chat.jsonl'}\n"))
+            assert main(["chat", "--url", f"http://127.0.0.1:{other.server_port}"]) == 2
+        finally:
+            other.shutdown()
+    assert "ended before its answer did" in capsys.readouterr().err
+    assert not (tmp_path / "chat.jsonl").exists()
+
+
 @pytest.mark.parametrize(("options", "expected"), [([], 100), (["--max-new-tokens", "3"], 3)])
 def test_chat_asks_for_what_a_small_server_allows(
     monkeypatch: pytest.MonkeyPatch, options: list[str], expected: int

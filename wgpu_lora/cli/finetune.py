@@ -99,6 +99,8 @@ def finetune(
 
     Without --model and --data, the demo model is trained on the demo's data.
     """
+    if answers < 0:
+        raise UserError(f"--answers must be 0 or more, not {answers}.")
     if note:
         line("recipe", note)
     if adapters or adapters_config:

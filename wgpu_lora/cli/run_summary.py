@@ -203,12 +203,16 @@ def describe_answers(job: FinetuneJob, record: RunRecord, count: int) -> None:
         return
     rows = [row for row in heldout.rows[:count] if split_row(row)]
     if not rows:
+        line("answers", "none: the held-out rows have no prompts")
         return
     try:
         with Bar("answering held-out rows", None) as bar:
             result = compared(model, rows, record.directory, events=AnswerBar(bar))
     except UserError as error:
         line("answers", f"none: {error}")
+        return
+    except KeyboardInterrupt:
+        line("answers", "none: interrupted; the adapter is complete")
         return
     equal = sum(comparison.matches for comparison in result)
     line(

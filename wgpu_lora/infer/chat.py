@@ -81,6 +81,11 @@ class Chat:
         return self.tokenizer.has_chat_template and self.prompt_format in (None, CHAT)
 
     @property
+    def base(self) -> str:
+        """The name of the model without an adapter."""
+        return BASE
+
+    @property
     def speakers(self) -> dict[str, str]:
         """Who can answer, by name, and what it is."""
         return {BASE: "the model without an adapter", **{name: str(place) for name, place in self.adapters.items()}}

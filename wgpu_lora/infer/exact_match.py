@@ -46,10 +46,10 @@ class Match:
             ) from None
 
     def part(self, text: str) -> Any:
-        """Of a text; None if it has no such part."""
+        """Of a text; None if it has no such part. A field's value is in a tuple, since it may be null."""
         if self.pattern is not None:
             match = re.search(self.pattern, text, re.DOTALL)
-            return match and match[min(1, match.re.groups)]
+            return match and next((group for group in match.groups()[:1] if group is not None), match[0])
         if self.field is None:
             return text.strip()
         try:
@@ -58,7 +58,7 @@ class Match:
                 value = value[name]
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
-        return value
+        return (value,)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def compared(
     """
     tokenizer = tokenizer_of(model, adapter)
     longest = model.config.max_position_embeddings
-    parts = [part for row in rows if (part := split_row(row)) and len(part[0]) < longest]
+    parts = [part for row in rows if (part := split_row(row))]
     if not parts:
         raise UserError("No row has a prompt with an answer, so nothing can be compared: give rows that have both.")
     references = [_text(tokenizer, answer) for _, answer in parts]
@@ -123,7 +123,8 @@ def compared(
             stops = [tokenizer.stop_ids] * len(batch)
             for _ in generator.tokens(prompts, [slot] * len(batch), results, GREEDY, most, stops):
                 events.answering(start, len(parts), sum(len(result.token_ids) for result in results))
-            answers |= {i: _text(tokenizer, result.token_ids) for i, result in zip(batch, results, strict=True)}
+            for i, result in zip(batch, results, strict=True):
+                answers[i] = _text(tokenizer, result.token_ids[: len(parts[i][1]) + MARGIN])
     return [
         Comparison(_text(tokenizer, prompt), reference, answers[i], match.part(answers[i]) == match.part(reference))
         for i, ((prompt, _), reference) in enumerate(zip(parts, references, strict=True))

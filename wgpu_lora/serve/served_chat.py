@@ -30,6 +30,10 @@ class ServedChat(Chat):
         return dict.fromkeys([*dict.fromkeys([self.client.model, *self.client.models()])], self.client.url)
 
     @property
+    def base(self) -> str:
+        return self.client.models()[0]
+
+    @property
     def templated(self) -> bool:
         return self.settings.prompt_format in (None, CHAT)
 
@@ -55,6 +59,8 @@ class ServedChat(Chat):
                         answer.generation.stop_reason = "interrupt"
                         break
                     yield name, piece
+            if not answer.generation.stop_reason:
+                raise UserError(f"The server {self.client.url} ended before its answer did: ask again once it runs.")
         self.replies = answers
         if self.remembered:
             for name, answer in answers.items():

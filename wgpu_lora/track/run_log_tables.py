@@ -158,7 +158,9 @@ def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _options(entry: RunEntry) -> dict[str, str]:
-    config = {name: value for name, value in entry.config.items() if name not in OWN}
+    words = {True: "yes", False: "no"}
+    config = {name: words.get(value, value) if isinstance(value, bool) else value
+              for name, value in entry.config.items() if name not in OWN}  # fmt: skip
     return _known_values({f"--{name.replace('_', '-')}": value for name, value in sorted(config.items())}, "{!s}")
 
 

@@ -85,15 +85,15 @@ class SlashCommands:
 
     def _resolve_names(self, text: str) -> list[str]:
         """The names that a word stands for; a directory is loaded first."""
-        from wgpu_lora.infer.named_adapters import BASE, named_adapters
+        from wgpu_lora.infer.named_adapters import named_adapters
 
         chat = self.chat
         if text in chat.speakers:
             return [text]
-        if text == "none" and BASE in chat.speakers:
-            return [BASE]
-        if text == "all" and chat.adapters:
-            return list(chat.adapters)
+        if text == "none":
+            return [chat.base]
+        if text == "all" and (adapters := [name for name in chat.speakers if name != chat.base]):
+            return adapters
         ((name, directory),) = named_adapters([text]).items()
         directory = directory.expanduser()
         for adapter, where in chat.adapters.items():
