@@ -6,12 +6,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from openai import BadRequestError
-from support.serving import FakeEngine, demo_tokenizer, serving
+from support.serving import VOCAB, FakeEngine, demo_tokenizer, serving
 from support.tool_templates import TEMPLATES, TURNS
 
-from wgpu_lora.infer.tool_calls import CALLS, HERMES, LLAMA, MISTRAL, ToolCallParser, ToolFormat
+from wgpu_lora.infer.tool_calls import CALLS, FORMATS, HERMES, LLAMA, MISTRAL, ToolCallParser, ToolFormat
+from wgpu_lora.serve.grammars import Vocabulary, answer_form, call_form
+from wgpu_lora.serve.schema import CompletionRequest, Tool
 
 ASK: list[Any] = [{"role": "user", "content": "How warm is it in Oslo?"}]
 WEATHER: Any = {
@@ -55,6 +58,7 @@ CASES: list[tuple[ToolFormat, str, str, Calls]] = [
     (LLAMA, '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', "",
      [("a", {}), ("b", {})]),
     (LLAMA, '{"answer": 42}', '{"answer": 42}', []),
+    (LLAMA, '{"name": "a", "age": 3}', '{"name": "a", "age": 3}', []),
     (LLAMA, 'It is {"name": "a", "parameters": {}}', 'It is {"name": "a", "parameters": {}}', []),
     (LLAMA, '{"name": 5, "parameters": {}}', '{"name": 5, "parameters": {}}', []),
     (LLAMA, '{"name": "a", "parameters": {"x": NaN}}', '{"name": "a", "parameters": {"x": NaN}}', []),
@@ -132,6 +136,59 @@ def test_calls_can_be_forced(name: str, choice: Any) -> None:
                 assert len(arguments["city"]) <= 6
             else:
                 assert choice == "required"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_grammar_of_calls_or_an_answer_accepts_both(form: ToolFormat, parallel: bool) -> None:
+    body = {"response_format": {"type": "json_schema", "json_schema": {"schema": {
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name", "age"]}}}}  # fmt: skip
+    answer = answer_form(CompletionRequest.model_validate({"prompt": "", **body}))
+    city = {"properties": {"city": {"$ref": "#/$defs/city"}, "near": {"$ref": "#"}}, "required": ["city"]}
+    function = {"name": "weather", "parameters": {**city, "$defs": {"city": {"enum": ["Oslo"]}}}}
+    tools = [Tool.model_validate(tool) for tool in (CLOCK, {"function": function})]
+    tokenizer = demo_tokenizer()
+    grammar = Vocabulary(tokenizer, VOCAB).compile(call_form(form, tools, parallel, tokenizer, answer).source or "")
+
+    def accepts(text: str) -> bool:
+        words, copy = np.zeros((VOCAB + 31) // 32, np.uint32), grammar.copy()
+        for token in [*tokenizer.encode(text), min(tokenizer.stop_ids)]:
+            copy.fill_mask(words)
+            if not words[token // 32] >> (token % 32) & 1:
+                return False
+            if token not in tokenizer.stop_ids:
+                copy.accept(token)
+        return True
+
+    begin, end = {HERMES: ("<tool_call>\n", "\n</tool_call>"), MISTRAL: ("[TOOL_CALLS][", "]"), LLAMA: ("", "")}[form]
+    call = lambda arguments: f'{begin}{{"name": "weather", "{form.arguments}": {arguments}}}{end}'  # noqa: E731
+    assert accepts('{"name": "weather", "age": 3}')
+    assert accepts('{"name": "Bob", "age": 3}')
+    assert accepts(call('{"city": "Oslo", "near": {"city": "Oslo"}}'))
+    assert accepts(call("{}").replace("weather", "clock"))
+    assert not accepts('{"name": "Bob"}')
+    assert not accepts(call('{"city": "Bern"}'))
+    assert not accepts(call('{"city": "Oslo"}').replace("weather", "Bob"))
+
+
+@pytest.mark.parametrize(
+    ("text", "called"),
+    [
+        ('{"name": "Bob", "age": 3}', False),
+        ('{"name": "weather", "age": 3}', False),
+        ('{"name": "weather", "parameters": {"city": "Oslo", "unit": "C"}}', True),
+    ],
+)
+def test_an_answer_with_a_name_is_no_call(text: str, called: bool) -> None:
+    tokens = demo_tokenizer().encode(text)
+    form: Any = {"type": "json_object"}
+    with serving(lambda: FakeEngine(lambda request: tokens, max_model_len=1024), template=TEMPLATES["llama"]) as server:
+        for options in ({}, {"response_format": form}):
+            message = server.client.chat.completions.create(
+                model="base", messages=ASK, tools=[WEATHER], temperature=0, **options
+            ).choices[0].message  # fmt: skip
+            assert bool(message.tool_calls) is called
+            assert message.content == (None if called else text)
 
 
 @pytest.mark.parametrize(

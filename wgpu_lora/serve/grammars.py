@@ -220,12 +220,14 @@ def call_form(
     lines, schemas, left_out = [], {**answer.schemas}, {*answer.not_enforced}
     for number, tool in enumerate(tools):
         function = tool.function
-        head = f'{{"name": {json.dumps(function.name)}, "{form.arguments}": '
         schemas[function.name] = {"type": "object", "properties": {}, **(function.parameters or {})}
         closed, keywords = checked_schema(schemas[function.name], function.strict)
         left_out |= keywords
-        lines += [f'call_{number}: {json.dumps(head)} arguments_{number} "}}"']
-        lines += [f"arguments_{number}: %json {json.dumps({**closed, 'x-guidance': JSON})}"]
+        # JSON throughout, since a lexeme of its beginning would hide that of an answer.
+        ids = dict.fromkeys(("$id", "id"), f"tool:{number}")  # of what "#" refers to, by old drafts and new ones
+        values = {"name": {"const": function.name}, form.arguments: {**closed, **ids}}
+        call = {"type": "object", "properties": values, "required": [*values], "additionalProperties": False}
+        lines.append(f"call_{number}: %json {json.dumps({**call, 'x-guidance': JSON})}")
     any_call = " | ".join(f"call_{number}" for number in range(len(tools)))
 
     def marker(text: str) -> str:

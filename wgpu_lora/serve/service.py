@@ -461,7 +461,8 @@ class Service:
                 raw = {**raw, "tools": [shown for tool, shown in pairs if tool.function.name in (names or ())]}
             callable_tools = [tool for tool in tools if names is None or tool.function.name in names]
             if mode == "auto":
-                calls = {"names": names, "single": body.parallel_tool_calls is False}
+                callable_names = [tool.function.name for tool in callable_tools]
+                calls = {"names": callable_names, "single": body.parallel_tool_calls is False}
                 if form.closed is not None:  # calls, or an answer with a schema
                     form = call_form(tool_format, callable_tools, not calls["single"], codec.tokenizer, form)
             elif mode != "none":
