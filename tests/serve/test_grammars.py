@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
@@ -16,6 +20,7 @@ from support.tool_templates import HERMES_TEMPLATE
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.serve.grammars import MAX_TEXT, Vocabulary, answer_form, choice_grammar
+from wgpu_lora.serve.json_schemas import MAX_CHECKS, SchemaChecker
 from wgpu_lora.serve.schema import CompletionRequest
 
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -302,3 +307,43 @@ def test_arguments_of_forced_calls_are_checked_too() -> None:
     check = raw.parse().model_dump()["schema_check"]
     assert [entry["valid"] for entry in check] == [False]
     assert json.loads(call.function.arguments) == {}  # type: ignore[union-attr]
+
+
+def test_checks_that_wait_are_few_stop_nothing_else_and_end_with_their_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, asked = threading.Event(), list[int]()
+
+    def wait(_: Any, choices: Any) -> list[tuple[bool, None]]:
+        asked.append(len(choices))
+        release.wait(60)
+        return [(True, None)] * len(choices)
+
+    monkeypatch.setattr(SchemaChecker, "_ask", wait)
+    body: dict[str, Any] = {"prompt": "x", "guided_json": UNHELD["unique"][0], "max_tokens": 1}
+    with serving() as server, ThreadPoolExecutor(60) as pool:
+        checker, url = server.service._checker, f"{server.url}/v1/completions"
+
+        def until(condition: Callable[[], bool]) -> None:
+            end = time.monotonic() + 30
+            while not condition() and time.monotonic() < end:
+                time.sleep(0.01)
+            assert condition()
+
+        def post(timeout: float = 60, **more: Any) -> Any:
+            return httpx.post(url, json={**body, **more}, timeout=timeout).json().get("schema_check")
+
+        try:
+            first = pool.submit(post, n=3)
+            until(lambda: checker._count == 1)
+            for stream in (False, True):
+                with pytest.raises(httpx.TimeoutException):
+                    post(0.5, stream=stream)
+                until(lambda: checker._count == 1)
+            checks = [pool.submit(post) for _ in range(50)]
+            until(lambda: sum(check.done() for check in checks) == 50 - MAX_CHECKS)
+            assert httpx.post(url, json={"prompt": "x", "guided_regex": "ab"}, timeout=20).json()["choices"]
+        finally:
+            release.set()
+        assert [check["valid"] for check in first.result()] == [True] * 3
+        values = [check.result()[0]["valid"] for check in checks]
+        assert sorted(values, key=str) == [None] * (50 - MAX_CHECKS) + [True] * MAX_CHECKS
+        assert asked == [3] + [1] * MAX_CHECKS

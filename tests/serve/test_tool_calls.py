@@ -141,9 +141,9 @@ def test_calls_can_be_forced(name: str, choice: Any) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_grammar_of_calls_or_an_answer_accepts_both(form: ToolFormat, parallel: bool) -> None:
-    body = {"response_format": {"type": "json_schema", "json_schema": {"schema": {
-        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name", "age"]}}}}  # fmt: skip
-    answer = answer_form(CompletionRequest.model_validate({"prompt": "", **body}))
+    schema = {"properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name", "age"]}
+    body = {"prompt": "", "response_format": {"type": "json_object", "schema": schema}}
+    answer = answer_form(CompletionRequest.model_validate(body))
     city = {"properties": {"city": {"$ref": "#/$defs/city"}, "near": {"$ref": "#"}}, "required": ["city"]}
     function = {"name": "weather", "parameters": {**city, "$defs": {"city": {"enum": ["Oslo"]}}}}
     tools = [Tool.model_validate(tool) for tool in (CLOCK, {"function": function})]

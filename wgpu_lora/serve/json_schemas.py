@@ -7,10 +7,11 @@ answer is checked by the library jsonschema, in a child process with limits, sin
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
@@ -18,7 +19,10 @@ from llguidance import LLMatcher, LLParserLimits
 from wgpu_lora.child_process import ChildEnded, ChildProcess, Limits, python_command, serve
 
 Json = dict[str, Any]
-LIMITS = Limits(memory=512 << 20, seconds=2.0)
+Pairs = Sequence[tuple[Any, str]]  # schemas and texts
+Verdict = tuple[bool | None, str | None]
+LIMITS = Limits(memory=512 << 20, seconds=2.0)  # of all choices of a request
+MAX_CHECKS = 8  # requests that wait for theirs
 # States take up to 2 KB each; the others are llguidance's defaults, written down since they are promised.
 GRAMMAR_LIMITS = LLParserLimits(
     max_items_in_row=2_000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000,
@@ -160,25 +164,35 @@ class _ClosedSchema:
 
 
 class SchemaChecker:
-    """Compares finished answers with their schemas, in a child process that is started when it is first needed."""
+    """Compares finished answers with their schemas, in a child process that is started when it is first needed. One
+    request is checked at a time, and `MAX_CHECKS` wait."""
 
     def __init__(self) -> None:
         self._child: ChildProcess | None = None
-        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "serve-check")
+        self._count = 0
 
-    def check(self, pairs: Sequence[tuple[Any, str]]) -> tuple[bool | None, str | None]:
-        """(whether texts follow their schemas, None if it is not known; the first fault)."""
-        with self._lock:
-            try:
-                if not self._child or not self._child.running:
-                    self._child = ChildProcess(python_command(__name__, LIMITS), LIMITS)
-                valid, error = self._child.ask([*pairs])
-                return valid, error
-            except ChildEnded as error:
-                return None, f"The check has failed: {error}."
+    async def check(self, choices: Sequence[Pairs]) -> list[Verdict]:
+        """For each choice of a request, (whether texts follow their schemas, None if it is not known; the first fault).
+        It is not checked if this is cancelled before its turn."""
+        if self._count > MAX_CHECKS:
+            return [(None, "It is not checked, since the server has too many others to check.") for _ in choices]
+        self._count += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, choices)
+        finally:
+            self._count -= 1
+
+    def _ask(self, choices: Sequence[Pairs]) -> list[Verdict]:
+        try:
+            if not self._child or not self._child.running:
+                self._child = ChildProcess(python_command(__name__, LIMITS), LIMITS)
+            return [(valid, error) for valid, error in self._child.ask([*choices])]
+        except ChildEnded as error:
+            return [(None, f"The check has failed: {error}.") for _ in choices]
 
 
-def _check(pairs: list[tuple[Any, str]]) -> tuple[bool | None, str | None]:
+def _check(pairs: Pairs) -> Verdict:
     from jsonschema.validators import Draft202012Validator, validator_for
     from referencing import Registry
 
@@ -201,4 +215,4 @@ def _check(pairs: list[tuple[Any, str]]) -> tuple[bool | None, str | None]:
 def main() -> None:
     for draft in ("2020-12/schema", "2019-09/schema"):
         _check([({"$schema": f"https://json-schema.org/draft/{draft}", "format": "date", "not": {}}, '"a"')])
-    serve(_check)
+    serve(lambda choices: [_check(pairs) for pairs in choices])

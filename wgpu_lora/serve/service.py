@@ -287,16 +287,16 @@ class Service:
         """Whether each choice follows its schemas, as a field of the answer; none if the grammar holds all of them."""
         if not run.form.not_enforced:
             return {}
-        result = []
+        rows, schemas = [], run.form.schemas
         for choice in choices:
-            message, schemas = choice.get("message") or {"content": choice["text"]}, run.form.schemas
+            message = choice.get("message") or {"content": choice["text"]}
             functions = [call["function"] for call in message.get("tool_calls", [])]
             pairs = [(schemas.get(function["name"], True), function["arguments"]) for function in functions]
-            if not pairs:
-                pairs = [(schemas.get(None, False), message["content"] or "")]
-            valid, error = await run_in_threadpool(self._checker.check, pairs)
-            result.append({"index": choice["index"], "valid": valid, "error": error})
-        return {"schema_check": result}
+            rows.append(pairs or [(schemas.get(None, False), message["content"] or "")])
+        checked = zip(choices, await self._checker.check(rows), strict=True)
+        return {
+            "schema_check": [{"index": c["index"], "valid": valid, "error": error} for c, (valid, error) in checked]
+        }
 
     async def _events(self, run: Run, head: Json) -> AsyncIterator[str]:
         options = run.body.stream_options
