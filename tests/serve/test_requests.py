@@ -57,6 +57,13 @@ def posted(server: Serving) -> Iterator[Any]:
         ("completions", {"allowed_token_ids": [5], "guided_regex": "a"}, None, "'allowed_token_ids'"),
         ("completions", {"min_tokens": 5, "max_tokens": 4}, "min_tokens", "lower"),
         ("completions", {"truncate_prompt_tokens": 0}, None, "at least 1"),
+        *[
+            ("chat/completions", {"response_format": {"type": kind, **fields}}, "response_format", next(iter(fields)))
+            for kind, fields in (
+                ("json_object", {"json_schema": {}}), ("json_schema", {"schema": {}, "json_schema": {}}),
+                ("text", {"schema": True}), ("text", {"json_schema": {}}),
+            )
+        ],
         ("completions", {"structured_outputs": {"json": 5}}, "structured_outputs.json", "Input"),
         ("chat/completions", {"echo": True}, None, "'echo'"),
         ("chat/completions", {"messages": [5]}, "messages[0]", "object"),

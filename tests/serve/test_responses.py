@@ -167,6 +167,9 @@ def test_an_answer_that_is_cut_off_is_incomplete(server: Serving) -> None:
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "truncation": "auto"}, "truncation"),
         ({"input": []}, "input"),
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "'schema'"),
+        ({"text": {"format": {"type": "json_object", "strict": True}}}, "'strict'"),
+        ({"text": {"format": {"type": "json_object", "json_schema": {"schema": True}}}}, "'json_schema'"),
     ],
 )
 def test_what_it_cannot_do_is_refused(server: Serving, body: Any, message: str) -> None:

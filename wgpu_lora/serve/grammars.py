@@ -171,9 +171,7 @@ def answer_form(body: GenerationRequest) -> AnswerForm:
     """
     form, outputs = body.response_format, body.structured_outputs or StructuredOutputs.model_validate({})
     schemas: list[tuple[Any, bool | None]] = [(body.guided_json, None), (outputs.json_, None)]
-    if form and form.type == "json_schema":
-        if not form.json_schema:
-            raise UserError("'response_format' of the type json_schema needs 'json_schema': add it.")
+    if form and form.json_schema:
         schemas.append((form.json_schema.schema_, form.json_schema.strict))
     if form and form.type == "json_object":
         schemas.append(({"type": "object"} if form.schema_ is None else form.schema_, None))

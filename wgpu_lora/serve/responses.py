@@ -73,9 +73,9 @@ def as_chat(
         choice = allowed if tools else _nested(choice)
     chat["tool_choice"] = choice
     text = body.text
-    if text and text.format and text.format.type != "text":
+    if text and text.format:
         form = {name: value for name, value in raw["text"]["format"].items() if name != "type"}
-        more = {"json_schema": form} if text.format.type == "json_schema" else {"schema": form.get("schema")}
+        more = {"json_schema": form} if text.format.type == "json_schema" else form
         chat["response_format"] = {"type": text.format.type, **more}
     chat["verbosity"] = text.verbosity if text else None
     chat["reasoning_effort"] = body.reasoning.effort if body.reasoning else None

@@ -83,6 +83,18 @@ class ResponseFormat(_Body):
     json_schema: JsonSchema | None = None
     schema_: Json | bool | None = Field(None, alias="schema")
 
+    @model_validator(mode="after")
+    def _check_type(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("'response_format' of the type json_schema needs 'json_schema': add it")
+        for name, kind, value in (
+            ("schema", "json_object", self.schema_),
+            ("json_schema", "json_schema", self.json_schema),
+        ):
+            if value is not None and self.type != kind:
+                raise ValueError(f"A format of the type {self.type} has no '{name}': leave it out, or use {kind}")
+        return self
+
 
 class StructuredOutputs(_Body):
     json_: Json | bool | str | None = Field(None, alias="json")
