@@ -144,13 +144,16 @@ def test_calls_are_forced_and_allowed_by_name(server: Serving) -> None:
 
 
 def test_an_answer_that_is_cut_off_is_incomplete(server: Serving) -> None:
-    response = server.client.responses.create(
-        model="base", input="x", max_output_tokens=2, include=["message.output_text.logprobs"], top_logprobs=3
-    )
+    options: Any = {"model": "base", "input": "x", "max_output_tokens": 2, "top_logprobs": 3}
+    response = server.client.responses.create(include=["message.output_text.logprobs"], **options)
+    streamed = list(server.client.responses.create(stream=True, **options))
+    (item,) = [event.item for event in streamed if event.type == "response.output_item.done"]
+    assert item.status == "incomplete"
     assert (response.status, response.incomplete_details and response.incomplete_details.reason) == (
         "incomplete", "max_output_tokens",
     )  # fmt: skip
     part: Any = response.output[0]
+    assert part.status == "incomplete"
     assert len(part.content[0].logprobs) == 2
     assert len(part.content[0].logprobs[0].top_logprobs) >= 3
 

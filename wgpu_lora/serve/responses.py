@@ -188,8 +188,8 @@ class ResponseEvents:
 
     def end(self, reason: str, usage: Json, more: Json) -> Iterator[str]:
         """reason: `length` or another of a chat. usage: of a chat. more: fields of the response."""
-        yield from self._close()
         status = "incomplete" if reason == "length" else "completed"
+        yield from self._close(status)
         self.response |= {"status": status, **more}
         if status == "incomplete":
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -250,7 +250,7 @@ class ResponseEvents:
             return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
         return {"type": "summary_text", "text": text}
 
-    def _close(self) -> Iterator[str]:
+    def _close(self, status: str = "completed") -> Iterator[str]:
         if not self._names:
             return
         text, item, place = "".join(self._parts), self.response["output"][-1], self._place()
@@ -258,6 +258,6 @@ class ResponseEvents:
         more = {"logprobs": self._logprobs} if item["type"] == "message" else {}
         yield self.event(f"response.{self._names[1]}.done", **place, text=text, **more)
         yield self.event(f"response.{self._names[0]}.done", **place, part=part)
-        item |= {"content": [part], "status": "completed"} if item["type"] == "message" else {"summary": [part]}
+        item |= {"content": [part], "status": status} if item["type"] == "message" else {"summary": [part]}
         yield self.event("response.output_item.done", output_index=place["output_index"], item=item)
         self._parts, self._logprobs, self._names = [], [], ()
