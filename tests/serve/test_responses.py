@@ -158,6 +158,13 @@ def test_an_answer_that_is_cut_off_is_incomplete(server: Serving) -> None:
     assert len(part.content[0].logprobs[0].top_logprobs) >= 3
 
 
+ITEMS: list[dict[str, str]] = [
+    {"role": "user", "content": "x"}, {"type": "item_reference", "id": "x"},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "x"},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -170,11 +177,15 @@ def test_an_answer_that_is_cut_off_is_incomplete(server: Serving) -> None:
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "truncation": "auto"}, "truncation"),
         ({"input": []}, "input"),
+        *[
+            ({"input": [ITEMS[0], {key: item[key] for key in item if key != name}]}, rf"input\[1\]: .*'{name}'")
+            for item in ITEMS for name in item if name != "type"
+        ],
         ({"text": {"format": {"type": "text", "schema": {}}}}, "'schema'"),
         ({"text": {"format": {"type": "json_object", "strict": True}}}, "'strict'"),
         ({"text": {"format": {"type": "json_object", "json_schema": {"schema": True}}}}, "'json_schema'"),
     ],
-)
+)  # fmt: skip
 def test_what_it_cannot_do_is_refused(server: Serving, body: Any, message: str) -> None:
     with pytest.raises(BadRequestError, match=message):
         server.client.responses.create(model="base", **{"input": "x", **body})

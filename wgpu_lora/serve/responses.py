@@ -57,7 +57,7 @@ def as_chat(
     items = [
         stored
         for item in items
-        for stored in (store.find(str(item.get("id")), "input") if item.get("type") == "item_reference" else [item])
+        for stored in (store.find(item["id"], "input") if item.get("type") == "item_reference" else [item])
     ]
     if body.previous_response_id is not None:
         items = [*store.find(body.previous_response_id, "previous_response_id"), *items]
@@ -106,20 +106,20 @@ def _messages(items: Sequence[Json], result: list[Json]) -> list[Json]:
             reasoning = "".join(str(part.get("text", "")) for part in parts)
             continue
         if kind == "message":
-            role = "system" if item.get("role") == "developer" else item.get("role")
-            message: Json = {"role": role, "content": _text(item.get("content"), place)}
+            role = "system" if item["role"] == "developer" else item["role"]
+            message: Json = {"role": role, "content": _text(item["content"], place)}
             if role == "system" == last.get("role"):
                 last["content"] += "\n\n" + message["content"]
                 continue
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
             if last.get("role") == "assistant":
                 last["tool_calls"] = [*last.get("tool_calls", []), call]
                 continue
             message = {"role": "assistant", "content": None, "tool_calls": [call]}
         elif kind == "function_call_output":
-            message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"), place)}
+            message = {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"], place)}
         else:
             raise RequestError(f"{place} has the type '{kind!s:.40}', which is not supported here.", param=place)
         if reasoning and message["role"] == "assistant":
@@ -129,14 +129,14 @@ def _messages(items: Sequence[Json], result: list[Json]) -> list[Json]:
     return result
 
 
-def _text(content: str | list[Json] | None, place: str) -> str:
+def _text(content: str | list[Json], place: str) -> str:
     if isinstance(content, str):
         return content
-    for part in content or ():
+    for part in content:
         if not isinstance(part.get("text", part.get("refusal")), str):
             kind = part.get("type")
             raise RequestError(f"{place} has content that is not text, but '{kind!s:.40}': leave it out.", param=place)
-    return "".join(str(part.get("text", part.get("refusal"))) for part in content or ())
+    return "".join(str(part.get("text", part.get("refusal"))) for part in content)
 
 
 class ResponseEvents:

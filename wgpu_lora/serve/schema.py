@@ -246,6 +246,12 @@ class ReasoningOptions(_Body):
     summary: str | None = None
 
 
+ITEM_FIELDS = {
+    "message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"), "item_reference": ("id",),
+}  # fmt: skip
+
+
 class Item(_Open):
     """A part of a conversation: a message, or what its `type` says."""
 
@@ -258,6 +264,14 @@ class Item(_Open):
     name: str | None = None
     arguments: str | None = None
     output: str | list[Json] | None = None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Item:
+        kind = self.type or "message"
+        for name in ITEM_FIELDS.get(kind, ()):
+            if getattr(self, name) is None:
+                raise ValueError(f"An item of the type {kind} needs '{name}': add it")
+        return self
 
 
 class ResponsesRequest(SamplingRequest):
