@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import httpx
@@ -251,6 +251,29 @@ def accepts(schema: Any, strict: bool, value: Any) -> bool:
 def test_objects_have_what_their_schemas_name(schema: Any, strict: bool, valid: Any, invalid: Any) -> None:
     assert accepts(schema, strict, valid)
     assert invalid is None or not accepts(schema, strict, invalid)
+
+
+TO_ITSELF: Any = {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "part"),
+    [
+        *[({key: 5}, f"'{key}' must be") for key in ("properties", "$defs", "allOf", "anyOf", "then", "$ref")],
+        *[({"items": {key: [[5]]}}, f"'{key}' must be") for key in ("oneOf", "required", "prefixItems")],
+        ({"$ref": "#/$defs/a", "properties": {}, "$defs": {"a": {"properties": {"b": 5}}}}, "'properties' must be"),
+        ("[1]", "must be an object"),
+        ({"$ref": "#"}, "to itself"),
+        ({"properties": {"x": {"$ref": "#/properties/x"}}}, "to itself"),
+        (TO_ITSELF, "to itself"),
+        ({"properties": {"x": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}}, None),
+        ({"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}}]}, None),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_a_schema_is_named(schema: Any, part: str | None) -> None:
+    body = CompletionRequest.model_validate({"prompt": "", "guided_json": schema})
+    with pytest.raises(UserError, match=re.escape(part)) if part else nullcontext():
+        answer_form(body)
 
 
 def test_a_json_object_follows_its_schema(client: OpenAI) -> None:
