@@ -45,6 +45,7 @@ def posted(server: Serving) -> Iterator[Any]:
         ("completions", {"seed": 2**64}, "seed", "less than"),
         ("completions", {"seed": -(2**63) - 1}, "seed", "greater than"),
         ("completions", {"prompt": [True, False]}, "prompt[0]", "boolean"),
+        *[("completions", {"prompt": mix}, "prompt", "mixed") for mix in (["a", [1, 2]], [1, "a"], [[1], 2])],
         ("completions", {"prompt": [[1, "a"]]}, "prompt[0][1]", "integer"),
         ("completions", {"stop_token_ids": [True]}, "stop_token_ids[0]", "boolean"),
         ("completions", {"lora": [{"id": True}]}, "lora[0].id", "boolean"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
 # Fields that change no answer: accounts, caches and schedules of other servers.
 HARMLESS = {
@@ -302,6 +302,14 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     add_special_tokens: bool = True
     logprobs: TopCount | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _check_kinds(cls, value: Any) -> Any:
+        kinds = {type(item) for item in value} if isinstance(value, list) else set()
+        if len(kinds) > 1 and kinds <= {str, int, list}:
+            raise ValueError("Texts, token ids and lists of token ids cannot be mixed: use one of them")
+        return value
 
 
 class TokenizeRequest(ChatMessages):
