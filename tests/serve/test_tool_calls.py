@@ -6,14 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from openai import BadRequestError
-from support.serving import VOCAB, FakeEngine, demo_tokenizer, serving
+from support.serving import FakeEngine, accepts, demo_tokenizer, serving
 from support.tool_templates import TEMPLATES, TURNS
 
 from wgpu_lora.infer.tool_calls import CALLS, FORMATS, HERMES, LLAMA, MISTRAL, ToolCallParser, ToolFormat
-from wgpu_lora.serve.grammars import Vocabulary, answer_form, call_form
+from wgpu_lora.serve.grammars import answer_form, call_form
 from wgpu_lora.serve.schema import CompletionRequest, Tool
 
 ASK: list[Any] = [{"role": "user", "content": "How warm is it in Oslo?"}]
@@ -147,28 +146,16 @@ def test_a_grammar_of_calls_or_an_answer_accepts_both(form: ToolFormat, parallel
     city = {"properties": {"city": {"$ref": "#/$defs/city"}, "near": {"$ref": "#"}}, "required": ["city"]}
     function = {"name": "weather", "parameters": {**city, "$defs": {"city": {"enum": ["Oslo"]}}}}
     tools = [Tool.model_validate(tool) for tool in (CLOCK, {"function": function})]
-    tokenizer = demo_tokenizer()
-    grammar = Vocabulary(tokenizer, VOCAB).compile(call_form(form, tools, parallel, tokenizer, answer).source or "")
-
-    def accepts(text: str) -> bool:
-        words, copy = np.zeros((VOCAB + 31) // 32, np.uint32), grammar.copy()
-        for token in [*tokenizer.encode(text), min(tokenizer.stop_ids)]:
-            copy.fill_mask(words)
-            if not words[token // 32] >> (token % 32) & 1:
-                return False
-            if token not in tokenizer.stop_ids:
-                copy.accept(token)
-        return True
-
+    source = call_form(form, tools, parallel, demo_tokenizer(), answer).source
     begin, end = {HERMES: ("<tool_call>\n", "\n</tool_call>"), MISTRAL: ("[TOOL_CALLS][", "]"), LLAMA: ("", "")}[form]
     call = lambda arguments: f'{begin}{{"name": "weather", "{form.arguments}": {arguments}}}{end}'  # noqa: E731
-    assert accepts('{"name": "weather", "age": 3}')
-    assert accepts('{"name": "Bob", "age": 3}')
-    assert accepts(call('{"city": "Oslo", "near": {"city": "Oslo"}}'))
-    assert accepts(call("{}").replace("weather", "clock"))
-    assert not accepts('{"name": "Bob"}')
-    assert not accepts(call('{"city": "Bern"}'))
-    assert not accepts(call('{"city": "Oslo"}').replace("weather", "Bob"))
+    assert accepts(source, '{"name": "weather", "age": 3}')
+    assert accepts(source, '{"name": "Bob", "age": 3}')
+    assert accepts(source, call('{"city": "Oslo", "near": {"city": "Oslo"}}'))
+    assert accepts(source, call("{}").replace("weather", "clock"))
+    assert not accepts(source, '{"name": "Bob"}')
+    assert not accepts(source, call('{"city": "Bern"}'))
+    assert not accepts(source, call('{"city": "Oslo"}').replace("weather", "Bob"))
 
 
 @pytest.mark.parametrize(
