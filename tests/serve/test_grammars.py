@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
-from support.serving import VOCAB, demo_tokenizer, serving
+from support.serving import VOCAB, accepts, demo_tokenizer, serving
 from support.tool_templates import HERMES_TEMPLATE
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.serve.grammars import MAX_TEXT, Vocabulary, answer_form, choice_grammar
+from wgpu_lora.serve.json_schemas import MAX_CHECKS, SchemaChecker
 from wgpu_lora.serve.schema import CompletionRequest
 
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -193,23 +198,6 @@ INHERITED: Any = {
 }  # fmt: skip
 
 
-def accepts(schema: Any, strict: bool, value: Any) -> bool:
-    """Whether a grammar of a schema accepts a value."""
-    body = CompletionRequest.model_validate(
-        {"prompt": "", "response_format": {"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}}}
-    )
-    tokenizer = demo_tokenizer()
-    grammar = Vocabulary(tokenizer, VOCAB).compile(answer_form(body).source or "")
-    words = np.zeros((VOCAB + 31) // 32, np.uint32)
-    for token in [*tokenizer.encode(json.dumps(value)), min(tokenizer.stop_ids)]:
-        grammar.fill_mask(words)
-        if not words[token // 32] >> (token % 32) & 1:
-            return False
-        if token not in tokenizer.stop_ids:
-            grammar.accept(token)
-    return True
-
-
 @pytest.mark.parametrize(
     ("schema", "strict", "valid", "invalid"),
     [
@@ -244,8 +232,35 @@ def accepts(schema: Any, strict: bool, value: Any) -> bool:
     ],
 )  # fmt: skip
 def test_objects_have_what_their_schemas_name(schema: Any, strict: bool, valid: Any, invalid: Any) -> None:
-    assert accepts(schema, strict, valid)
-    assert invalid is None or not accepts(schema, strict, invalid)
+    body = CompletionRequest.model_validate(
+        {"prompt": "", "response_format": {"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}}}
+    )
+    source = answer_form(body).source
+    assert accepts(source, json.dumps(valid))
+    assert invalid is None or not accepts(source, json.dumps(invalid))
+
+
+TO_ITSELF: Any = {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "part"),
+    [
+        *[({key: 5}, f"'{key}' must be") for key in ("properties", "$defs", "allOf", "anyOf", "then", "$ref")],
+        *[({"items": {key: [[5]]}}, f"'{key}' must be") for key in ("oneOf", "required", "prefixItems")],
+        ({"$ref": "#/$defs/a", "properties": {}, "$defs": {"a": {"properties": {"b": 5}}}}, "'properties' must be"),
+        ("[1]", "must be an object"),
+        ({"$ref": "#"}, "to itself"),
+        ({"properties": {"x": {"$ref": "#/properties/x"}}}, "to itself"),
+        (TO_ITSELF, "to itself"),
+        ({"properties": {"x": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}}, None),
+        ({"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}}]}, None),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_a_schema_is_named(schema: Any, part: str | None) -> None:
+    body = CompletionRequest.model_validate({"prompt": "", "guided_json": schema})
+    with pytest.raises(UserError, match=re.escape(part)) if part else nullcontext():
+        answer_form(body)
 
 
 def test_a_json_object_follows_its_schema(client: OpenAI) -> None:
@@ -302,3 +317,43 @@ def test_arguments_of_forced_calls_are_checked_too() -> None:
     check = raw.parse().model_dump()["schema_check"]
     assert [entry["valid"] for entry in check] == [False]
     assert json.loads(call.function.arguments) == {}  # type: ignore[union-attr]
+
+
+def test_checks_that_wait_are_few_stop_nothing_else_and_end_with_their_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, asked = threading.Event(), list[int]()
+
+    def wait(_: Any, choices: Any) -> list[tuple[bool, None]]:
+        asked.append(len(choices))
+        release.wait(60)
+        return [(True, None)] * len(choices)
+
+    monkeypatch.setattr(SchemaChecker, "_ask", wait)
+    body: dict[str, Any] = {"prompt": "x", "guided_json": UNHELD["unique"][0], "max_tokens": 1}
+    with serving() as server, ThreadPoolExecutor(60) as pool:
+        checker, url = server.service._checker, f"{server.url}/v1/completions"
+
+        def until(condition: Callable[[], bool]) -> None:
+            end = time.monotonic() + 30
+            while not condition() and time.monotonic() < end:
+                time.sleep(0.01)
+            assert condition()
+
+        def post(timeout: float = 60, **more: Any) -> Any:
+            return httpx.post(url, json={**body, **more}, timeout=timeout).json().get("schema_check")
+
+        try:
+            first = pool.submit(post, n=3)
+            until(lambda: checker._count == 1)
+            for stream in (False, True):
+                with pytest.raises(httpx.TimeoutException):
+                    post(0.5, stream=stream)
+                until(lambda: checker._count == 1)
+            checks = [pool.submit(post) for _ in range(50)]
+            until(lambda: sum(check.done() for check in checks) == 50 - MAX_CHECKS)
+            assert httpx.post(url, json={"prompt": "x", "guided_regex": "ab"}, timeout=20).json()["choices"]
+        finally:
+            release.set()
+        assert [check["valid"] for check in first.result()] == [True] * 3
+        values = [check.result()[0]["valid"] for check in checks]
+        assert sorted(values, key=str) == [None] * (50 - MAX_CHECKS) + [True] * MAX_CHECKS
+        assert asked == [3] + [1] * MAX_CHECKS

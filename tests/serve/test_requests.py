@@ -45,6 +45,7 @@ def posted(server: Serving) -> Iterator[Any]:
         ("completions", {"seed": 2**64}, "seed", "less than"),
         ("completions", {"seed": -(2**63) - 1}, "seed", "greater than"),
         ("completions", {"prompt": [True, False]}, "prompt[0]", "boolean"),
+        *[("completions", {"prompt": mix}, "prompt", "mixed") for mix in (["a", [1, 2]], [1, "a"], [[1], 2])],
         ("completions", {"prompt": [[1, "a"]]}, "prompt[0][1]", "integer"),
         ("completions", {"stop_token_ids": [True]}, "stop_token_ids[0]", "boolean"),
         ("completions", {"lora": [{"id": True}]}, "lora[0].id", "boolean"),
@@ -57,6 +58,13 @@ def posted(server: Serving) -> Iterator[Any]:
         ("completions", {"allowed_token_ids": [5], "guided_regex": "a"}, None, "'allowed_token_ids'"),
         ("completions", {"min_tokens": 5, "max_tokens": 4}, "min_tokens", "lower"),
         ("completions", {"truncate_prompt_tokens": 0}, None, "at least 1"),
+        *[
+            ("chat/completions", {"response_format": {"type": kind, **fields}}, "response_format", next(iter(fields)))
+            for kind, fields in (
+                ("json_object", {"json_schema": {}}), ("json_schema", {"schema": {}, "json_schema": {}}),
+                ("text", {"schema": True}), ("text", {"json_schema": {}}),
+            )
+        ],
         ("completions", {"structured_outputs": {"json": 5}}, "structured_outputs.json", "Input"),
         ("chat/completions", {"echo": True}, None, "'echo'"),
         ("chat/completions", {"messages": [5]}, "messages[0]", "object"),

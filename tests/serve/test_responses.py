@@ -144,15 +144,25 @@ def test_calls_are_forced_and_allowed_by_name(server: Serving) -> None:
 
 
 def test_an_answer_that_is_cut_off_is_incomplete(server: Serving) -> None:
-    response = server.client.responses.create(
-        model="base", input="x", max_output_tokens=2, include=["message.output_text.logprobs"], top_logprobs=3
-    )
+    options: Any = {"model": "base", "input": "x", "max_output_tokens": 2, "top_logprobs": 3}
+    response = server.client.responses.create(include=["message.output_text.logprobs"], **options)
+    streamed = list(server.client.responses.create(stream=True, **options))
+    (item,) = [event.item for event in streamed if event.type == "response.output_item.done"]
+    assert item.status == "incomplete"
     assert (response.status, response.incomplete_details and response.incomplete_details.reason) == (
         "incomplete", "max_output_tokens",
     )  # fmt: skip
     part: Any = response.output[0]
+    assert part.status == "incomplete"
     assert len(part.content[0].logprobs) == 2
     assert len(part.content[0].logprobs[0].top_logprobs) >= 3
+
+
+ITEMS: list[dict[str, str]] = [
+    {"role": "user", "content": "x"}, {"type": "item_reference", "id": "x"},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "x"},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -167,8 +177,15 @@ def test_an_answer_that_is_cut_off_is_incomplete(server: Serving) -> None:
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "truncation": "auto"}, "truncation"),
         ({"input": []}, "input"),
+        *[
+            ({"input": [ITEMS[0], {key: item[key] for key in item if key != name}]}, rf"input\[1\]: .*'{name}'")
+            for item in ITEMS for name in item if name != "type"
+        ],
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "'schema'"),
+        ({"text": {"format": {"type": "json_object", "strict": True}}}, "'strict'"),
+        ({"text": {"format": {"type": "json_object", "json_schema": {"schema": True}}}}, "'json_schema'"),
     ],
-)
+)  # fmt: skip
 def test_what_it_cannot_do_is_refused(server: Serving, body: Any, message: str) -> None:
     with pytest.raises(BadRequestError, match=message):
         server.client.responses.create(model="base", **{"input": "x", **body})

@@ -137,6 +137,16 @@ def test_a_prompt_may_be_cut_to_its_last_tokens(server: Serving) -> None:
     long = complete(server, **{**body, "prompt": [300] * 1000}, truncate_prompt_tokens=-1)
     assert long["usage"] | {"prompt_tokens": 0} != long["usage"]
     assert long["usage"]["prompt_tokens"] == 256 - 4
+    for most, room in ((None, 16), (0, 1)):
+        usage = complete(server, prompt=[300] * 1000, truncate_prompt_tokens=-1, max_tokens=most)["usage"]
+        assert usage["prompt_tokens"] == 256 - room
+    bias = {str(END): -100}  # goes on as long as it may
+    chat = server.client.chat.completions.create(
+        model="base", messages=[{"role": "user", "content": "ab " * 500}], logit_bias=bias,
+        extra_body={"truncate_prompt_tokens": -1},
+    ).usage  # fmt: skip
+    assert chat is not None
+    assert (chat.prompt_tokens, chat.completion_tokens) == (192, 64)
 
 
 @pytest.mark.reference

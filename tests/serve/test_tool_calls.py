@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from openai import BadRequestError
-from support.serving import FakeEngine, demo_tokenizer, serving
+from support.serving import FakeEngine, accepts, demo_tokenizer, serving
 from support.tool_templates import TEMPLATES, TURNS
 
-from wgpu_lora.infer.tool_calls import CALLS, HERMES, LLAMA, MISTRAL, ToolCallParser, ToolFormat
+from wgpu_lora.infer.tool_calls import CALLS, FORMATS, HERMES, LLAMA, MISTRAL, ToolCallParser, ToolFormat
+from wgpu_lora.serve.grammars import answer_form, call_form
+from wgpu_lora.serve.schema import CompletionRequest, Tool
 
 ASK: list[Any] = [{"role": "user", "content": "How warm is it in Oslo?"}]
 WEATHER: Any = {
@@ -55,6 +57,7 @@ CASES: list[tuple[ToolFormat, str, str, Calls]] = [
     (LLAMA, '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', "",
      [("a", {}), ("b", {})]),
     (LLAMA, '{"answer": 42}', '{"answer": 42}', []),
+    (LLAMA, '{"name": "a", "age": 3}', '{"name": "a", "age": 3}', []),
     (LLAMA, 'It is {"name": "a", "parameters": {}}', 'It is {"name": "a", "parameters": {}}', []),
     (LLAMA, '{"name": 5, "parameters": {}}', '{"name": 5, "parameters": {}}', []),
     (LLAMA, '{"name": "a", "parameters": {"x": NaN}}', '{"name": "a", "parameters": {"x": NaN}}', []),
@@ -132,6 +135,47 @@ def test_calls_can_be_forced(name: str, choice: Any) -> None:
                 assert len(arguments["city"]) <= 6
             else:
                 assert choice == "required"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_grammar_of_calls_or_an_answer_accepts_both(form: ToolFormat, parallel: bool) -> None:
+    schema = {"properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name", "age"]}
+    body = {"prompt": "", "response_format": {"type": "json_object", "schema": schema}}
+    answer = answer_form(CompletionRequest.model_validate(body))
+    city = {"properties": {"city": {"$ref": "#/$defs/city"}, "near": {"$ref": "#"}}, "required": ["city"]}
+    function = {"name": "weather", "parameters": {**city, "$defs": {"city": {"enum": ["Oslo"]}}}}
+    tools = [Tool.model_validate(tool) for tool in (CLOCK, {"function": function})]
+    source = call_form(form, tools, parallel, demo_tokenizer(), answer).source
+    begin, end = {HERMES: ("<tool_call>\n", "\n</tool_call>"), MISTRAL: ("[TOOL_CALLS][", "]"), LLAMA: ("", "")}[form]
+    call = lambda arguments: f'{begin}{{"name": "weather", "{form.arguments}": {arguments}}}{end}'  # noqa: E731
+    assert accepts(source, '{"name": "weather", "age": 3}')
+    assert accepts(source, '{"name": "Bob", "age": 3}')
+    assert accepts(source, call('{"city": "Oslo", "near": {"city": "Oslo"}}'))
+    assert accepts(source, call("{}").replace("weather", "clock"))
+    assert not accepts(source, '{"name": "Bob"}')
+    assert not accepts(source, call('{"city": "Bern"}'))
+    assert not accepts(source, call('{"city": "Oslo"}').replace("weather", "Bob"))
+
+
+@pytest.mark.parametrize(
+    ("text", "called"),
+    [
+        ('{"name": "Bob", "age": 3}', False),
+        ('{"name": "weather", "age": 3}', False),
+        ('{"name": "weather", "parameters": {"city": "Oslo", "unit": "C"}}', True),
+    ],
+)
+def test_an_answer_with_a_name_is_no_call(text: str, called: bool) -> None:
+    tokens = demo_tokenizer().encode(text)
+    form: Any = {"type": "json_object"}
+    with serving(lambda: FakeEngine(lambda request: tokens, max_model_len=1024), template=TEMPLATES["llama"]) as server:
+        for options in ({}, {"response_format": form}):
+            message = server.client.chat.completions.create(
+                model="base", messages=ASK, tools=[WEATHER], temperature=0, **options
+            ).choices[0].message  # fmt: skip
+            assert bool(message.tool_calls) is called
+            assert message.content == (None if called else text)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from wgpu_lora.infer.sampling import uniform
 from wgpu_lora.models.model_files import read_model
 from wgpu_lora.serve.app import Access, make_app
 from wgpu_lora.serve.engine_thread import EngineThread
+from wgpu_lora.serve.grammars import Vocabulary
 from wgpu_lora.serve.http_server import HttpServer
 from wgpu_lora.serve.prompts import Limits
 from wgpu_lora.serve.service import Service
@@ -45,6 +46,19 @@ def demo_tokenizer(template: str | None = None) -> Tokenizer:
     backend = LocalTokenizer.open((DEMO_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
     tokens = {"eos_token": tokenizer.eos_text or ""}
     return Tokenizer(backend, special_tokens=tokens, chat_templates={"default": template}, eos_ids=[tokenizer.eos_id])
+
+
+def accepts(source: str | None, text: str) -> bool:
+    """Whether a grammar, in llguidance's form, accepts a text as a whole answer."""
+    tokenizer, words = demo_tokenizer(), np.zeros((VOCAB + 31) // 32, np.uint32)
+    grammar = Vocabulary(tokenizer, VOCAB).compile(source or "")
+    for token in [*tokenizer.encode(text), min(tokenizer.stop_ids)]:
+        grammar.fill_mask(words)
+        if not words[token // 32] >> (token % 32) & 1:
+            return False
+        if token not in tokenizer.stop_ids:
+            grammar.accept(token)
+    return True
 
 
 @dataclass

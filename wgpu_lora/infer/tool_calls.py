@@ -25,6 +25,7 @@ from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 CALL, END_CALL, CALLS, ARGS, PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"
+KEYS = {"name", "arguments", "parameters", "type", "id"}  # of calls
 MARKERS = (CALL, END_CALL, CALLS, ARGS, PYTHON)
 
 
@@ -181,6 +182,8 @@ class ToolCallParser:
                 values: list[Any] = (
                     value if isinstance(value, list) else [{"name": name, "arguments": value} if name else value]
                 )
+                if self._form.bare and any(call.keys() - KEYS for call in values):
+                    return False  # an answer that has a name
                 calls += [tool_call(call["name"], self._arguments(call)) for call in values]
                 body = body[end:].lstrip("; \n\r\t").removeprefix(self._form.begin)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

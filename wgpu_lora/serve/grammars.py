@@ -171,9 +171,7 @@ def answer_form(body: GenerationRequest) -> AnswerForm:
     """
     form, outputs = body.response_format, body.structured_outputs or StructuredOutputs.model_validate({})
     schemas: list[tuple[Any, bool | None]] = [(body.guided_json, None), (outputs.json_, None)]
-    if form and form.type == "json_schema":
-        if not form.json_schema:
-            raise UserError("'response_format' of the type json_schema needs 'json_schema': add it.")
+    if form and form.json_schema:
         schemas.append((form.json_schema.schema_, form.json_schema.strict))
     if form and form.type == "json_object":
         schemas.append(({"type": "object"} if form.schema_ is None else form.schema_, None))
@@ -220,12 +218,14 @@ def call_form(
     lines, schemas, left_out = [], {**answer.schemas}, {*answer.not_enforced}
     for number, tool in enumerate(tools):
         function = tool.function
-        head = f'{{"name": {json.dumps(function.name)}, "{form.arguments}": '
         schemas[function.name] = {"type": "object", "properties": {}, **(function.parameters or {})}
         closed, keywords = checked_schema(schemas[function.name], function.strict)
         left_out |= keywords
-        lines += [f'call_{number}: {json.dumps(head)} arguments_{number} "}}"']
-        lines += [f"arguments_{number}: %json {json.dumps({**closed, 'x-guidance': JSON})}"]
+        # JSON throughout, since a lexeme of its beginning would hide that of an answer.
+        ids = dict.fromkeys(("$id", "id"), f"tool:{number}")  # of what "#" refers to, by old drafts and new ones
+        values = {"name": {"const": function.name}, form.arguments: {**closed, **ids}}
+        call = {"type": "object", "properties": values, "required": [*values], "additionalProperties": False}
+        lines.append(f"call_{number}: %json {json.dumps({**call, 'x-guidance': JSON})}")
     any_call = " | ".join(f"call_{number}" for number in range(len(tools)))
 
     def marker(text: str) -> str:

@@ -7,10 +7,11 @@ answer is checked by the library jsonschema, in a child process with limits, sin
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
@@ -18,7 +19,10 @@ from llguidance import LLMatcher, LLParserLimits
 from wgpu_lora.child_process import ChildEnded, ChildProcess, Limits, python_command, serve
 
 Json = dict[str, Any]
-LIMITS = Limits(memory=512 << 20, seconds=2.0)
+Pairs = Sequence[tuple[Any, str]]  # schemas and texts
+Verdict = tuple[bool | None, str | None]
+LIMITS = Limits(memory=512 << 20, seconds=2.0)  # of all choices of a request
+MAX_CHECKS = 8  # requests that wait for theirs
 # States take up to 2 KB each; the others are llguidance's defaults, written down since they are promised.
 GRAMMAR_LIMITS = LLParserLimits(
     max_items_in_row=2_000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000,
@@ -33,6 +37,12 @@ MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords w
 SCHEMAS = ("items", "prefixItems", "additionalItems", "additionalProperties")  # a schema, or a list of them
 BRANCHES = ("allOf", "anyOf", "oneOf")  # lists of schemas of the same value
 CONDITIONS = ("then", "else")
+TYPES: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(MAPS, (dict, "an object of schemas")), **dict.fromkeys(BRANCHES, (list, "a list of schemas")),
+    **dict.fromkeys(SCHEMAS, ((dict, bool, list), "a schema, or a list of schemas")),
+    **dict.fromkeys(CONDITIONS, ((dict, bool), "a schema")), "$ref": (str, "a text"),
+    "required": (list, "a list of texts"),
+}  # fmt: skip
 NO_LEAP_SECONDS = "^[^:]*:[^:]*:[0-5]"  # which most programs do not read
 _IRREGULAR = re.compile(r"\(\?<?[=!]|\\[1-9k]")  # look-arounds and backreferences
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
@@ -75,7 +85,10 @@ class _ClosedSchema:
     def __init__(self, schema: Any, strict: bool) -> None:
         if schema is False:
             raise ValueError("it allows nothing")
-        self._root: Json = {} if schema is True else schema
+        if not isinstance(schema, dict | bool):
+            raise ValueError("it must be an object")
+        self._root: Json = schema if isinstance(schema, dict) else {}
+        self._checked: dict[int, bool] = {}  # whether what a schema needs is checked, too, by its id
         self._strict, self._steps, self.left_out = strict, 0, set[str]()
         self._parts: dict[tuple[str, str], Any] = {}  # definitions of objects that are closed elsewhere
         self.schema: Json = self._visit(self._root, True)
@@ -88,9 +101,10 @@ class _ClosedSchema:
             return [self._visit(item, closes) for item in node]
         if not isinstance(node, dict):
             return node
+        self._check(node)
         joins, result = self._joins(node), Json()
         for key, value in node.items():
-            if key in MAPS and isinstance(value, dict):
+            if key in MAPS:
                 value = {name: self._visit(item, True) for name, item in value.items()}
             elif key in SCHEMAS:
                 value = self._visit(value, True)
@@ -117,22 +131,47 @@ class _ClosedSchema:
                     result.setdefault("type", "object")
         return result
 
+    def _check(self, node: Any) -> None:
+        """Raises ValueError: a keyword has a value of a wrong type, or a value follows this schema only if it does."""
+        if not isinstance(node, dict) or self._checked.get(id(node)):
+            return
+        if id(node) in self._checked:
+            raise ValueError("it has a '$ref' to itself, which says nothing: refer to it from a property or an item")
+        self._checked[id(node)] = False
+        for key, value in node.items():
+            kind, words = TYPES.get(key, (object, ""))
+            inner: list[Any] = value if isinstance(value, list) and words else []
+            if key in MAPS and isinstance(value, dict):
+                inner = [*value.values()]
+            part = str if key == "required" else dict | bool
+            if not isinstance(value, kind) or not all(isinstance(item, part) for item in inner):
+                raise ValueError(f"'{key}' must be {words}")
+            for branch in inner if key in BRANCHES else []:
+                self._check(branch)
+        if re.match("#(/|$)", node.get("$ref", "")):
+            target: Any = self._root
+            for part in node["$ref"].split("/")[1:]:
+                target = target.get(part) if isinstance(target, dict) else None
+            self._check(target)
+        self._checked[id(node)] = True
+
     def _joins(self, node: Json) -> bool:
         """Whether a value must follow several schemas, none of which knows the properties of the others."""
         single = sum(key in node for key in ("anyOf", "oneOf", "$ref", "properties"))
-        return single + len(node.get("allOf") or ()) > 1 or any(key in node for key in CONDITIONS)
+        return single + len(node.get("allOf", ())) > 1 or any(key in node for key in CONDITIONS)
 
     def _gather(self, node: Any, names: dict[str, Any], joins: bool, seen: set[str]) -> bool:
         """Add the properties that a schema names, and if it joins them, its branches; False if one says whether
         there are others."""
         if not isinstance(node, dict):
             return True
+        self._check(node)
         extra = node.get("additionalProperties")
         if extra is not None and not (extra is True and self._strict):
             return False
         if node.get("unevaluatedProperties", False) or "patternProperties" in node:
             return False
-        own = [*(node.get("properties") or ()), *(node.get("required") or ())]
+        own = [*node.get("properties", ()), *node.get("required", ())]
         names.update({name: {} for name in own})
         self._steps += 1 + len(own)
         if self._steps > MAX_STEPS:
@@ -140,17 +179,17 @@ class _ClosedSchema:
         if not joins:
             return True
         branches = [node.get(key) for key in CONDITIONS]
-        branches += [branch for key in BRANCHES for branch in node.get(key) or ()]
+        branches += [branch for key in BRANCHES for branch in node.get(key, ())]
         match = _REFERENCE.fullmatch(str(node.get("$ref", "")))
         if match and match[0] not in seen:
             seen.add(match[0])
-            branches.append((self._root.get(match[1]) or {}).get(match[2]))
+            branches.append(self._root.get(match[1], {}).get(match[2]))
         return min([self._gather(branch, names, True, seen) for branch in branches], default=True)
 
     def _part(self, reference: Any) -> Any:
         """A reference to the same definition without its object's end."""
         match = _REFERENCE.fullmatch(str(reference))
-        if not match or match[2] not in (self._root.get(match[1]) or {}):
+        if not match or match[2] not in self._root.get(match[1], {}):
             return reference
         key = match[1], f"{match[2]}.part"
         if key not in self._parts:
@@ -160,25 +199,35 @@ class _ClosedSchema:
 
 
 class SchemaChecker:
-    """Compares finished answers with their schemas, in a child process that is started when it is first needed."""
+    """Compares finished answers with their schemas, in a child process that is started when it is first needed. One
+    request is checked at a time, and `MAX_CHECKS` wait."""
 
     def __init__(self) -> None:
         self._child: ChildProcess | None = None
-        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "serve-check")
+        self._count = 0
 
-    def check(self, pairs: Sequence[tuple[Any, str]]) -> tuple[bool | None, str | None]:
-        """(whether texts follow their schemas, None if it is not known; the first fault)."""
-        with self._lock:
-            try:
-                if not self._child or not self._child.running:
-                    self._child = ChildProcess(python_command(__name__, LIMITS), LIMITS)
-                valid, error = self._child.ask([*pairs])
-                return valid, error
-            except ChildEnded as error:
-                return None, f"The check has failed: {error}."
+    async def check(self, choices: Sequence[Pairs]) -> list[Verdict]:
+        """For each choice of a request, (whether texts follow their schemas, None if it is not known; the first fault).
+        It is not checked if this is cancelled before its turn."""
+        if self._count > MAX_CHECKS:
+            return [(None, "It is not checked, since the server has too many others to check.") for _ in choices]
+        self._count += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, choices)
+        finally:
+            self._count -= 1
+
+    def _ask(self, choices: Sequence[Pairs]) -> list[Verdict]:
+        try:
+            if not self._child or not self._child.running:
+                self._child = ChildProcess(python_command(__name__, LIMITS), LIMITS)
+            return [(valid, error) for valid, error in self._child.ask([*choices])]
+        except ChildEnded as error:
+            return [(None, f"The check has failed: {error}.") for _ in choices]
 
 
-def _check(pairs: list[tuple[Any, str]]) -> tuple[bool | None, str | None]:
+def _check(pairs: Pairs) -> Verdict:
     from jsonschema.validators import Draft202012Validator, validator_for
     from referencing import Registry
 
@@ -201,4 +250,4 @@ def _check(pairs: list[tuple[Any, str]]) -> tuple[bool | None, str | None]:
 def main() -> None:
     for draft in ("2020-12/schema", "2019-09/schema"):
         _check([({"$schema": f"https://json-schema.org/draft/{draft}", "format": "date", "not": {}}, '"a"')])
-    serve(_check)
+    serve(lambda choices: [_check(pairs) for pairs in choices])

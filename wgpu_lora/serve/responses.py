@@ -57,7 +57,7 @@ def as_chat(
     items = [
         stored
         for item in items
-        for stored in (store.find(str(item.get("id")), "input") if item.get("type") == "item_reference" else [item])
+        for stored in (store.find(item["id"], "input") if item.get("type") == "item_reference" else [item])
     ]
     if body.previous_response_id is not None:
         items = [*store.find(body.previous_response_id, "previous_response_id"), *items]
@@ -73,9 +73,9 @@ def as_chat(
         choice = allowed if tools else _nested(choice)
     chat["tool_choice"] = choice
     text = body.text
-    if text and text.format and text.format.type != "text":
+    if text and text.format:
         form = {name: value for name, value in raw["text"]["format"].items() if name != "type"}
-        more = {"json_schema": form} if text.format.type == "json_schema" else {"schema": form.get("schema")}
+        more = {"json_schema": form} if text.format.type == "json_schema" else form
         chat["response_format"] = {"type": text.format.type, **more}
     chat["verbosity"] = text.verbosity if text else None
     chat["reasoning_effort"] = body.reasoning.effort if body.reasoning else None
@@ -106,20 +106,20 @@ def _messages(items: Sequence[Json], result: list[Json]) -> list[Json]:
             reasoning = "".join(str(part.get("text", "")) for part in parts)
             continue
         if kind == "message":
-            role = "system" if item.get("role") == "developer" else item.get("role")
-            message: Json = {"role": role, "content": _text(item.get("content"), place)}
+            role = "system" if item["role"] == "developer" else item["role"]
+            message: Json = {"role": role, "content": _text(item["content"], place)}
             if role == "system" == last.get("role"):
                 last["content"] += "\n\n" + message["content"]
                 continue
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
             if last.get("role") == "assistant":
                 last["tool_calls"] = [*last.get("tool_calls", []), call]
                 continue
             message = {"role": "assistant", "content": None, "tool_calls": [call]}
         elif kind == "function_call_output":
-            message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"), place)}
+            message = {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"], place)}
         else:
             raise RequestError(f"{place} has the type '{kind!s:.40}', which is not supported here.", param=place)
         if reasoning and message["role"] == "assistant":
@@ -129,14 +129,14 @@ def _messages(items: Sequence[Json], result: list[Json]) -> list[Json]:
     return result
 
 
-def _text(content: str | list[Json] | None, place: str) -> str:
+def _text(content: str | list[Json], place: str) -> str:
     if isinstance(content, str):
         return content
-    for part in content or ():
+    for part in content:
         if not isinstance(part.get("text", part.get("refusal")), str):
             kind = part.get("type")
             raise RequestError(f"{place} has content that is not text, but '{kind!s:.40}': leave it out.", param=place)
-    return "".join(str(part.get("text", part.get("refusal"))) for part in content or ())
+    return "".join(str(part.get("text", part.get("refusal"))) for part in content)
 
 
 class ResponseEvents:
@@ -188,8 +188,8 @@ class ResponseEvents:
 
     def end(self, reason: str, usage: Json, more: Json) -> Iterator[str]:
         """reason: `length` or another of a chat. usage: of a chat. more: fields of the response."""
-        yield from self._close()
         status = "incomplete" if reason == "length" else "completed"
+        yield from self._close(status)
         self.response |= {"status": status, **more}
         if status == "incomplete":
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -250,7 +250,7 @@ class ResponseEvents:
             return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
         return {"type": "summary_text", "text": text}
 
-    def _close(self) -> Iterator[str]:
+    def _close(self, status: str = "completed") -> Iterator[str]:
         if not self._names:
             return
         text, item, place = "".join(self._parts), self.response["output"][-1], self._place()
@@ -258,6 +258,6 @@ class ResponseEvents:
         more = {"logprobs": self._logprobs} if item["type"] == "message" else {}
         yield self.event(f"response.{self._names[1]}.done", **place, text=text, **more)
         yield self.event(f"response.{self._names[0]}.done", **place, part=part)
-        item |= {"content": [part], "status": "completed"} if item["type"] == "message" else {"summary": [part]}
+        item |= {"content": [part], "status": status} if item["type"] == "message" else {"summary": [part]}
         yield self.event("response.output_item.done", output_index=place["output_index"], item=item)
         self._parts, self._logprobs, self._names = [], [], ()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
 # Fields that change no answer: accounts, caches and schedules of other servers.
 HARMLESS = {
@@ -82,6 +82,18 @@ class ResponseFormat(_Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     schema_: Json | bool | None = Field(None, alias="schema")
+
+    @model_validator(mode="after")
+    def _check_type(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("'response_format' of the type json_schema needs 'json_schema': add it")
+        for name, kind, value in (
+            ("schema", "json_object", self.schema_),
+            ("json_schema", "json_schema", self.json_schema),
+        ):
+            if value is not None and self.type != kind:
+                raise ValueError(f"A format of the type {self.type} has no '{name}': leave it out, or use {kind}")
+        return self
 
 
 class StructuredOutputs(_Body):
@@ -234,6 +246,12 @@ class ReasoningOptions(_Body):
     summary: str | None = None
 
 
+ITEM_FIELDS = {
+    "message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"), "item_reference": ("id",),
+}  # fmt: skip
+
+
 class Item(_Open):
     """A part of a conversation: a message, or what its `type` says."""
 
@@ -246,6 +264,14 @@ class Item(_Open):
     name: str | None = None
     arguments: str | None = None
     output: str | list[Json] | None = None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Item:
+        kind = self.type or "message"
+        for name in ITEM_FIELDS.get(kind, ()):
+            if getattr(self, name) is None:
+                raise ValueError(f"An item of the type {kind} needs '{name}': add it")
+        return self
 
 
 class ResponsesRequest(SamplingRequest):
@@ -276,6 +302,14 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     add_special_tokens: bool = True
     logprobs: TopCount | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _check_kinds(cls, value: Any) -> Any:
+        kinds = {type(item) for item in value} if isinstance(value, list) else set()
+        if len(kinds) > 1 and kinds <= {str, int, list}:
+            raise ValueError("Texts, token ids and lists of token ids cannot be mixed: use one of them")
+        return value
 
 
 class TokenizeRequest(ChatMessages):

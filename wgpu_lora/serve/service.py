@@ -243,12 +243,12 @@ class Service:
         await self.engine.start(result, self._read)
         return result
 
-    def truncated(self, body: GenerationRequest, prompt: list[int], max_tokens: int | None) -> list[int]:
-        """The last tokens of a prompt, if the request limits their number."""
+    def truncated(self, body: GenerationRequest, prompt: list[int], new_tokens: int) -> list[int]:
+        """The last tokens of a prompt, if the request limits their number. new_tokens: room for the answer."""
         most = body.truncate_prompt_tokens
         if most is None:
             return prompt
-        return prompt[-(most if most > 0 else max(1, self.max_model_len - max(1, max_tokens or 1))) :]
+        return prompt[-(most if most > 0 else max(1, self.max_model_len - max(1, new_tokens))) :]
 
     def head(self, kind: str, model: str | None) -> Json:
         """Fields that begin an answer."""
@@ -287,16 +287,16 @@ class Service:
         """Whether each choice follows its schemas, as a field of the answer; none if the grammar holds all of them."""
         if not run.form.not_enforced:
             return {}
-        result = []
+        rows, schemas = [], run.form.schemas
         for choice in choices:
-            message, schemas = choice.get("message") or {"content": choice["text"]}, run.form.schemas
+            message = choice.get("message") or {"content": choice["text"]}
             functions = [call["function"] for call in message.get("tool_calls", [])]
             pairs = [(schemas.get(function["name"], True), function["arguments"]) for function in functions]
-            if not pairs:
-                pairs = [(schemas.get(None, False), message["content"] or "")]
-            valid, error = await run_in_threadpool(self._checker.check, pairs)
-            result.append({"index": choice["index"], "valid": valid, "error": error})
-        return {"schema_check": result}
+            rows.append(pairs or [(schemas.get(None, False), message["content"] or "")])
+        checked = zip(choices, await self._checker.check(rows), strict=True)
+        return {
+            "schema_check": [{"index": c["index"], "valid": valid, "error": error} for c, (valid, error) in checked]
+        }
 
     async def _events(self, run: Run, head: Json) -> AsyncIterator[str]:
         options = run.body.stream_options
@@ -412,7 +412,8 @@ class Service:
         codec, count = self.codec_of(body), body.n or 1
         max_tokens = body.max_completion_tokens or body.max_tokens
         chat = await self.prepare(self._prepare_chat, codec, body, raw)
-        prompt = self.truncated(body, await self.prepare(codec.tokenizer.encode, chat.text), max_tokens)
+        ids = await self.prepare(codec.tokenizer.encode, chat.text)
+        prompt = self.truncated(body, ids, max_tokens or self.max_model_len // 4)
         top = (body.top_logprobs or 0) if body.logprobs else None
         wanted = [value for value in (top, body.prompt_logprobs) if value is not None]
         answers = await self.answers(
@@ -461,7 +462,8 @@ class Service:
                 raw = {**raw, "tools": [shown for tool, shown in pairs if tool.function.name in (names or ())]}
             callable_tools = [tool for tool in tools if names is None or tool.function.name in names]
             if mode == "auto":
-                calls = {"names": names, "single": body.parallel_tool_calls is False}
+                callable_names = [tool.function.name for tool in callable_tools]
+                calls = {"names": callable_names, "single": body.parallel_tool_calls is False}
                 if form.closed is not None:  # calls, or an answer with a schema
                     form = call_form(tool_format, callable_tools, not calls["single"], codec.tokenizer, form)
             elif mode != "none":
@@ -480,12 +482,12 @@ class Service:
     async def complete(self, body: CompletionRequest, raw: Mapping[str, Any]) -> Response:
         value: Any = body.prompt
         prompts = value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
-        ids, echo, codec = [], [], self.codec_of(body)
+        ids, echo, codec, default = [], [], self.codec_of(body), 16
         tokenizer = codec.tokenizer
         for prompt in prompts:
             if isinstance(prompt, str):
                 prompt = await self.prepare(text_ids, tokenizer, prompt, body.add_special_tokens)
-            ids.append(self.truncated(body, prompt, body.max_tokens))
+            ids.append(self.truncated(body, prompt, default if body.max_tokens is None else body.max_tokens))
             check_room(ids[-1], body.max_tokens, self.max_model_len)  # before they are decoded
             text = await self.prepare(tokenizer.decode, ids[-1], False) if body.echo else ""
             echo += [text] * (body.n or 1)
@@ -493,7 +495,7 @@ class Service:
         wanted = [value for value in (body.logprobs, body.prompt_logprobs) if value is not None]
         scored = (bool(body.echo) and body.logprobs is not None) or body.prompt_logprobs is not None
         answers = await self.answers(
-            body, ids, form, body.max_tokens, 16, {}, logprobs=max(wanted, default=None), prompt_logprobs=scored
+            body, ids, form, body.max_tokens, default, {}, logprobs=max(wanted, default=None), prompt_logprobs=scored
         )
         texts = TokenTexts(codec.vocabulary, body)
         format = TextFormat(texts, answers, echo, body.logprobs, bool(body.return_token_ids))
