@@ -11,7 +11,7 @@ for packages in .venv/lib/python3*/site-packages; do
   echo "import site; site.addsitedir('$PWD/$packages')" > ".clients/lib/$(basename "$(dirname "$packages")")/site-packages/base.pth"
 done
 # Only what the tests import is compiled, and only once they do.
-.clients/bin/python -m pip install -q --disable-pip-version-check --no-compile -e '.[clients]'
+.clients/bin/python -m pip install -q --disable-pip-version-check --no-compile -e ".[clients${WGPU_LORA_TESTS_FULL:+,lm-eval}]"
 
 if ! command -v npm >/dev/null && command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; }; then
   as_root apt-get update -qq

@@ -31,12 +31,10 @@ metric_list:
   - metric: acc
 """
 
-# Behind the page's lines for PEFT, in one process, since importing takes longer than the rest.
 SCRIPT = """
 import json, lm_eval
 from lm_eval.tasks import TaskManager
 
-print(model)
 arguments = {"pretrained": "BASE", "peft": "my-adapter", "tokenizer": "my-adapter", "dtype": "float32"}
 manager = TaskManager(include_path=".", include_defaults=False)
 result = lm_eval.simple_evaluate(model="hf", model_args=arguments, tasks=["words"], task_manager=manager, device="cpu")
@@ -89,6 +87,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             server.terminate()
 
 
+def test_peft(place: Place) -> None:
+    code = blocks("PEFT and transformers")["python"]
+    assert "Lora" in place.run([sys.executable, "-c"], f"{code}print(model)")
+
+
 def test_litellm(place: Place) -> None:
     assert place.run([sys.executable, "-c"], blocks("litellm")["python"]).strip()
 
@@ -100,7 +103,8 @@ def test_llm(place: Place) -> None:
 
 
 def test_lm_eval(place: Place) -> None:
-    """The commands of the page for lm-eval and PEFT, with which the scores of its hf backend are the same."""
+    """The command of the page, whose scores are those of the harness with PEFT."""
+    pytest.importorskip("lm_eval", reason="lm-eval is installed with WGPU_LORA_TESTS_FULL=1")
     texts = ["def add_one(xs", "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n", "for x in xs"]
     rows = [{"question": text, "choices": ["):", ":", "<|im_end|>", " x\n\n\n", "."], "label": 0} for text in texts]
     (place.folder / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -109,7 +113,7 @@ def test_lm_eval(place: Place) -> None:
     assert "|words" in place.run(["bash", "-c"], code)
     (path,) = (place.folder / "results").rglob("samples_words_*.jsonl")
     served = [json.loads(line) for line in path.read_text().splitlines()]
-    assert "Lora" in place.run([sys.executable, "-c"], blocks("PEFT and transformers")["python"] + SCRIPT)
+    place.run([sys.executable, "-c"], SCRIPT)
     expected = json.loads((place.folder / "hf.json").read_text())
     assert len(served) == len(expected) == len(rows)
     for one, other in zip(
