@@ -159,7 +159,7 @@ def advertised(devices: Iterable[DeviceFacts]) -> dict[str, float]:
 
 
 SCHEMA = 1  # of the files, and of what the brick measures
-TIMEOUT = 300.0  # seconds; drivers may compile slowly
+TIMEOUT = 900.0  # seconds; drivers may compile slowly, as SwiftShader does beside other work
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     drivers = [fast, fast, *slower][:3]
     with Hosts(3, shared=tmp_path_factory.mktemp("shared"), drivers=drivers) as machines:
         for host in (machines[0], machines[2]):  # one after another, and kept
-            host.python("-c", MEASURE, timeout=400)
+            host.python("-c", MEASURE, timeout=1000)
         machines.start_nodes()
         until(lambda: len(status(machines)["devices"]) == 3, 300)
         yield machines
