@@ -26,7 +26,7 @@ MARGIN = 16  # tokens that an answer may be longer than its reference before it 
 @dataclass(frozen=True)
 class Match:
     """What of a text is compared: all of it without surrounding spaces, what a regular expression finds in it (its
-    first group, if it has one), or a field of the JSON object that it is, by names joined by dots.
+    first group, if that takes part), or a field of the JSON object that it is, by names joined by dots.
 
     Raises:
         UserError: both are given, or the expression is invalid.

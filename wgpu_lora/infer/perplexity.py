@@ -15,7 +15,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.gpu.device_errors import with_option_advice
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
-from wgpu_lora.gpu.tensor import Storage, persistent
+from wgpu_lora.gpu.tensor import Storage, persistent, share_storage
 from wgpu_lora.gpu.tiling_check import check_tilings
 from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
 from wgpu_lora.gpu.verdicts import verdicts_of
@@ -74,7 +74,8 @@ class Evaluator:
         self.model, self.adapters, self.device, config = model, adapters, model.device, model.config
         slots = len(adapters.specs) if adapters else 1
         # Totals over all rows of a batch, of any slot: log-probabilities, and targets that are the most likely token.
-        self._totals = [persistent((1,), "f32", "workspace", name) for name in ("evaluation total", "evaluation hits")]
+        totals = [persistent((1,), "f32", "workspace", name) for name in ("evaluation total", "evaluation hits")]
+        self._totals = share_storage(totals, "evaluation totals")  # so that both are read at once
         self._target_range = persistent((1, 2), "u32", "workspace", "evaluated targets")
         self._own_tables = tables is None
         tables = Tables.declare(config.tables(), tokens) if tables is None else tables
@@ -108,17 +109,18 @@ class Evaluator:
             UserError: no row has a trained token.
         """
         assert slot is None or self.adapters, "there is no adapter to evaluate"
-        sums, tokens, completed = np.zeros(2), 0, 0
+        sums, tokens, completed, storage = np.zeros(2), 0, 0, self._totals[0].storage
         watch(completed)
         for together in pack([len(row.input_ids) for row in rows], range(len(rows)), self.inputs.tokens):
             segments = [Segment(rows[i].input_ids, rows[i].labels, slot) for i in together]
             count = int(self.inputs.upload(self.device, segments).max())
             self.device.write(self._target_range.storage.buffer, np.array([0, count], np.uint32))
-            for total in self._totals:
-                self.device.write(total.storage.buffer, np.zeros(1, np.float32))
+            self.device.write(storage.buffer, np.zeros(storage.nbytes // 4, np.float32))
             self.program.run()
             # Summed in float64: a float32 total over many batches would lose precision.
-            sums += [self.device.read(total.storage.buffer, 4).view(np.float32)[0] for total in self._totals]
+            sums += self.device.read(storage.buffer).view(np.float32)[
+                [total.byte_offset // 4 for total in self._totals]
+            ]
             tokens += count
             completed += len(together)
             watch(completed)

@@ -37,7 +37,7 @@ HEAD_SECONDS = 30.0  # until the whole head of a request has come
 MAX_CONNECTIONS = 4096
 OTHER_FILES = 32  # that the process may open beside connections
 NOTE_SECONDS = 600.0  # between two lines about too many connections
-MAX_SLOWDOWN = 4.0  # of answers, by the prompts of others; waits of up to 5 times are possible, as steps vary
+MAX_SLOWDOWN = 3.0  # of answers, by the prompts of others, so that waits stay below 5 times as steps vary
 
 
 class HttpServer(Server):

@@ -27,7 +27,7 @@ class ServedChat(Chat):
 
     @property
     def speakers(self) -> dict[str, str]:
-        return dict.fromkeys([*dict.fromkeys([self.client.model, *self.client.models()])], self.client.url)
+        return dict.fromkeys([self.client.model, *self.client.models()], self.client.url)
 
     @property
     def base(self) -> str:
