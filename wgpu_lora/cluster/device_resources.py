@@ -196,12 +196,17 @@ def measure_speed(device: DeviceInfo | int, refresh: bool = False) -> Speed:
     except (WorkerFailed, ValueError) as error:
         raise UserError(f"The speed of {info.name} cannot be measured: {error}") from None
     if not speed.beside:
-        content = {"schema": SCHEMA, "of": _identity(info), "speed": asdict(speed)}
-        path = _file(info)
-        with suppress(OSError):  # it is measured again then
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes_atomic(path, (to_json(content, indent=1) + "\n").encode())
+        save_speed(info, speed)
     return speed
+
+
+def save_speed(info: DeviceInfo, speed: Speed) -> None:
+    """Write the speed of a device to disk; without effect if that fails, since it is measured again then."""
+    content = {"schema": SCHEMA, "of": _identity(info), "speed": asdict(speed)}
+    path = _file(info)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes_atomic(path, (to_json(content, indent=1) + "\n").encode())
 
 
 def cached(info: DeviceInfo) -> Speed | None:
