@@ -21,8 +21,9 @@ from wgpu_lora.models.loaded_model import LoadedModel
 
 PROMPT, TOKENS = "w7 w3 w11 w5", 6
 ONE_ANSWER = {"prompt", "text", "token_ids", "stop_reason", "tokens_per_second"}
-ONE_LOSS = {"loss", "perplexity", "tokens", "rows", "seconds", "data", "max_length", "objective", "metrics"} | {
-    "comparisons"
+ONE_LOSS = {
+    *("loss", "perplexity", "tokens", "rows", "seconds"),
+    *("data", "max_length", "objective", "metrics", "comparisons"),
 }
 
 
