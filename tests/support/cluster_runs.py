@@ -31,7 +31,7 @@ def rows_of(shared: Path, number: int) -> Path:
 def cluster(hosts: Hosts, command: str, *words: Any, check: bool = True) -> Any:
     """A command on the head."""
     argv = ["-m", "wgpu_lora", "cluster", command, "--address", hosts.address, *map(str, words)]
-    return hosts[0].python(*argv, timeout=400, check=check)
+    return hosts[0].python(*argv, check=check)
 
 
 OBSERVER = """
@@ -40,7 +40,7 @@ from wgpu_lora.cluster.cluster_connection import Target, connected
 from wgpu_lora.cluster.run_status import as_json, snapshot_of
 with connected(Target(sys.argv[1])) as cluster:
     for line in sys.stdin:
-        cluster.controller("nodes", seconds=60)
+        cluster.controller("nodes", seconds=900)
         print(json.dumps(as_json(snapshot_of(cluster))), flush=True)
 """
 

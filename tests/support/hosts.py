@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PORT = 6379  # of the head
 LAVAPIPE = next(iter(sorted(Path("/usr/share/vulkan/icd.d").glob("lvp_icd*.json"))), None)
 SWIFTSHADER = ROOT / ".drivers" / "swiftshader.json"
+WAIT = 900.0  # seconds until a wait is taken for a hang: commands may take minutes on a busy machine
 QUICK = {  # a lost node is noticed after about 6 s instead of 30 s
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "1000",
@@ -54,7 +55,7 @@ QUIET = {**processes.SETTINGS, "RAY_COLOR_PREFIX": "0"}
 KEPT = Path.home() / ".cache" / "wgpu-lora-tests"
 
 
-def until(true: Callable[[], Any], seconds: float = 60, every: float = 0.2) -> Any:
+def until(true: Callable[[], Any], seconds: float = WAIT, every: float = 0.2) -> Any:
     """The first value that is true.
 
     Raises:
@@ -80,7 +81,7 @@ class Host:
         shell = [*entered, *unshare(), "sh", "-c", HOST, "host", self.name, *map(str, places)]
         self._outer = subprocess.Popen(shell, preexec_fn=dies_with_us)
         # Outermost first: nsenter, its child unshare, and the host's first process.
-        self._pid = until(lambda: settled(descendant(self._outer.pid, 2)), 20)
+        self._pid = until(lambda: settled(descendant(self._outer.pid, 2)))
         hosts.on_switch("ip", "link", "add", f"port{index}", "type", "veth", "peer", "name", "eth0", "netns",
                         str(hosts.pid_in_switch(self._pid)))  # fmt: skip
         hosts.on_switch("ip", "link", "set", f"port{index}", "master", "switch", "up")
@@ -97,7 +98,7 @@ class Host:
         where = [f"--wdns={options.pop('cwd', ROOT)}"]
         return subprocess.Popen([*nsenter(self._pid), *where, *map(str, argv)], env=env, **options)
 
-    def run(self, argv: Sequence[str | Path], timeout: float = 120, check: bool = True, **options: Any) -> Any:
+    def run(self, argv: Sequence[str | Path], timeout: float = WAIT, check: bool = True, **options: Any) -> Any:
         """Runs a command on this host to its end, which is a CompletedProcess with text output.
 
         Raises:
@@ -150,7 +151,7 @@ class Host:
     def kill_node(self) -> None:
         """SIGKILL for every process of this host, as if its power went off. Its files stay."""
         self.run(["sh", "-c", "kill -KILL -1"], check=False)
-        until(lambda: not self.processes(), 20, 0.05)
+        until(lambda: not self.processes(), every=0.05)
 
     def restart_node(self) -> None:
         """Kills what is left of the node and starts it as it was started before; it is a new node to Ray."""
@@ -206,7 +207,7 @@ class Hosts:
         try:
             self._outer = subprocess.Popen([*unshare(), "sh", "-c", SWITCH], preexec_fn=dies_with_us)
             outer = self._outer.pid
-            self.switch = until(lambda: settled(descendant(outer, 1)), 20)
+            self.switch = until(lambda: settled(descendant(outer, 1)))
             for index in range(self.count):
                 self._hosts.append(Host(self, index, self.drivers[index % len(self.drivers)]))
         except BaseException:
@@ -218,7 +219,7 @@ class Hosts:
         if self._outer:
             self._outer.kill()  # takes the switch's process namespace along, and so everything in it
             self._outer.wait()
-            until(lambda: not self.switch or not Path(f"/proc/{self.switch}").exists(), 20, 0.05)
+            until(lambda: not self.switch or not Path(f"/proc/{self.switch}").exists(), every=0.05)
         self.names.unlink(missing_ok=True)
         if self._temporary:
             shutil.rmtree(self.shared, ignore_errors=True)

@@ -22,7 +22,6 @@ ADAPTERS = 4
 KILLS = 30 if FULL else 6
 STEPS = 800 if FULL else 240
 ROWS = 8  # of each adapter, one per step
-WAIT = 600  # seconds, for all that is left to do after the kills
 OPTIONS = {**SMALL_STEPS, "max_steps": STEPS}
 KINDS = ("worker", "node", "network", "head")  # one of each, then by weight: all but the first take many seconds
 WEIGHTS = (6, 1, 1, 0)
@@ -70,16 +69,16 @@ def test_kills_lose_and_double_nothing(tmp_path: Path) -> None:
     # Of one kind: an adapter that ends on a driver ten times as slow would take most of the time.
     with Hosts(3, shared=tmp_path, drivers=drivers_here()[:1]) as hosts:
         hosts.start_nodes()
-        until(lambda: len(status(hosts)["devices"]) == 3, 300)
+        until(lambda: len(status(hosts)["devices"]) == 3)
         run_options = ["--name", "chaos", "--mirror-steps", "20", "--join", "never", "--detach"]
         cluster(hosts, "run", *run_options, *named, *flags(**OPTIONS))
         kinds = [*random.sample(KINDS, len(KINDS)), *random.choices(KINDS, WEIGHTS, k=KILLS - len(KINDS))]
         for kind in kinds:
             supervise(hosts)
-            until(lambda: any(map(workers, hosts)) or _over(hosts), 300)
+            until(lambda: any(map(workers, hosts)) or _over(hosts))
             time.sleep(random.uniform(0.5, 3))
             harm(hosts, random, kind)
-        final = until(lambda: _over(hosts), WAIT, 2)
+        final = until(lambda: _over(hosts), every=2)
         cluster(hosts, "attach", "chaos")  # fetches the results
     assert [task["state"] for task in final["tasks"]] == ["finished"] * ADAPTERS, final["events"]
     for output in outputs:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import ray
 from support.cli import QWEN2, SMALL, write_rows
+from support.hosts import WAIT
 
 from wgpu_lora.cluster.cluster_connection import Cluster
 from wgpu_lora.cluster.messages import (
@@ -45,7 +46,7 @@ class Lab:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        (self.node,) = cluster.controller("nodes", seconds=300)  # starts the controller and the host, on a busy machine
+        (self.node,) = cluster.controller("nodes", seconds=WAIT)  # starts the controller and the host
         (self.device,) = self.node["devices"]
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -53,7 +54,7 @@ class Lab:
 
     def submit(self, name: str, tasks: Sequence[Task], **more: Any) -> None:
         jobs = [{"name": entry.name, "options": entry.options} for entry in tasks]
-        plans = self.cluster.host(self.node["id"], "plan", jobs, self.device["index"], False, False, seconds=120)
+        plans = self.cluster.host(self.node["id"], "plan", jobs, self.device["index"], False, False, seconds=WAIT)
         by_class = {
             task_name: {self.device["plan_class"]: from_plain(RunRequirements, plan)}
             for task_name, plan in plans["tasks"].items()
@@ -65,9 +66,9 @@ class Lab:
     def snapshot(self, run: str) -> Snapshot:
         return from_plain(Snapshot, self.call("snapshot", run))
 
-    def until(self, run: str, true: Callable[[list[TaskView]], Any], seconds: float = 180) -> list[TaskView]:
+    def until(self, run: str, true: Callable[[list[TaskView]], Any]) -> list[TaskView]:
         """The tasks of a run once that is true of them."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + WAIT
         while not true(tasks := self.snapshot(run).tasks):
             assert time.monotonic() < end, (tasks, self.snapshot(run).events[-10:])
             time.sleep(0.3)
@@ -87,7 +88,7 @@ class Lab:
 
     def actor_pid(self, run: str, name: str, generation: int = 1) -> int:
         actor = ray.get_actor(f"train:{run}/{name}:{generation}", namespace=NAMESPACE)
-        return int(ray.get(actor.pid.remote(), timeout=30))
+        return int(ray.get(actor.pid.remote(), timeout=WAIT))
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 from support.cli import QWEN2, ROWS, flags, write_rows
+from support.hosts import WAIT
 
 from wgpu_lora.cluster import local_ray as local
 
-SECONDS = 300.0  # of one command
 SMALL = {"model": QWEN2, "max_length": 16, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
 
 
@@ -43,7 +43,7 @@ class Commands:
 
     def run(self, *arguments: Any, code: int = 0) -> str:
         process = self.start(*arguments)
-        out, err = process.communicate(timeout=SECONDS)
+        out, err = process.communicate(timeout=WAIT)
         assert process.returncode == code, out + err
         return out + err
 
@@ -93,14 +93,14 @@ def test_jobs_go_on_without_a_driver(commands: Commands) -> None:
     driver = commands.start("run", "--local", *adapters, *endless)
     until(driver, "running")
     driver.send_signal(signal.SIGINT)
-    out, err = driver.communicate(timeout=SECONDS)
+    out, err = driver.communicate(timeout=WAIT)
     assert driver.returncode == 128 + signal.SIGINT, out + err
     assert "cluster attach long --local" in out
     assert "cluster cancel long --local" in out
 
     before = {task["name"]: task["progress"]["step"] for task in commands.status()["tasks"]}
     assert set(before) == {"a", "b"}
-    limit = time.monotonic() + SECONDS
+    limit = time.monotonic() + WAIT
     while any(task["progress"]["step"] <= before[task["name"]] for task in commands.status()["tasks"]):
         assert time.monotonic() < limit, "nobody trains without the driver"
 
@@ -111,7 +111,7 @@ def test_jobs_go_on_without_a_driver(commands: Commands) -> None:
     killed = commands.start("attach", "--local")
     until(killed, "running")
     killed.kill()
-    killed.communicate(timeout=SECONDS)
+    killed.communicate(timeout=WAIT)
     commands.run("cancel", "long", "--local")
     output = commands.run("attach", "long", "--local", code=1)
     assert output.count("cancelled") >= 2

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.hosts import WAIT
 from support.sampling import sample
 
 pytest.importorskip("ray.tune")
-SECONDS = 400
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
 def wgpu_lora(environment: dict[str, str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "wgpu_lora", "cluster", *words]
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=WAIT, check=False
     )
 
 

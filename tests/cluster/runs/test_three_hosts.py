@@ -67,16 +67,16 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     fast, *slower = drivers_here()
     drivers = [fast, fast, *slower][:3]
     with Hosts(3, shared=tmp_path_factory.mktemp("shared"), drivers=drivers) as machines:
-        speed = float(machines[0].python("-c", MEASURE, timeout=300).stdout)
-        machines[2].python("-c", RECORD, str(speed / 10), timeout=60)
+        speed = float(machines[0].python("-c", MEASURE).stdout)
+        machines[2].python("-c", RECORD, str(speed / 10))
         machines.start_nodes()
-        until(lambda: len(status(machines)["devices"]) == 3, 300)
+        until(lambda: len(status(machines)["devices"]) == 3)
         yield machines
 
 
 def alone(host: Host, runs: list[dict[str, Any]]) -> None:
     """Train runs one after another in a process of a host."""
-    host.python("-c", ALONE, json.dumps(runs), timeout=400)
+    host.python("-c", ALONE, json.dumps(runs))
 
 
 def device_of(directory: Path) -> str:
@@ -97,7 +97,7 @@ def full_device(hosts: Hosts, host: Host) -> Iterator[None]:
     try:
         assert program.stdout
         assert program.stdout.readline() == "held\n"
-        until(lambda: facts_at(hosts, host.address)["free"] == 0, 60)
+        until(lambda: facts_at(hosts, host.address)["free"] == 0)
         yield
     finally:
         host.signal(program, signal.SIGKILL)
@@ -183,11 +183,11 @@ def test_a_full_device_gets_nothing_and_unlike_devices_train_as_one(hosts: Hosts
         adapter = f"{rows}:{hosts.shared / 'parallel'}"
         endless = flags(**{**options, "max_steps": 100_000})
         cluster(hosts, "run", "--name", "two", "--data-parallel", "2", "--detach", "--adapters", adapter, *endless)
-        (log,) = until(lambda: logs(hosts, "two"), 300)
-        until(lambda: devices_per_step(log).count(2) >= 4, 240)
+        (log,) = until(lambda: logs(hosts, "two"))
+        until(lambda: devices_per_step(log).count(2) >= 4)
         kill(hosts, "ray::ReplicaActor")
-        single = until(lambda: (counts := devices_per_step(log))[-1] == 1 and len(counts), 120)
-        until(lambda: devices_per_step(log)[single:].count(2) >= 4, 240)
+        single = until(lambda: (counts := devices_per_step(log))[-1] == 1 and len(counts))
+        until(lambda: devices_per_step(log)[single:].count(2) >= 4)
         entries = read_log(log)
         assert not any(line.startswith("ray::TrainingActor") for line in hosts[1].processes().values())
         cluster(hosts, "cancel", "two")
@@ -222,7 +222,7 @@ def test_a_cache_is_made_beside_training_and_gives_the_adapter_of_a_plain_run_wi
     where = ["--join", "never", "--eval-device", device, "--name", "taught", "--detach"]
     cluster(hosts, "run", *where, *named, *flags(**STUDENT, **TEACHER, eval_data=heldout))
     title = "ray::EvaluationActor"
-    until(lambda: any(line.startswith(title) for line in hosts[1].processes().values()), 300)
+    until(lambda: any(line.startswith(title) for line in hosts[1].processes().values()))
     kill(hosts, title)
     cluster(hosts, "attach", "taught")
     events = [line["text"] for line in status(hosts)["events"]]
@@ -230,7 +230,7 @@ def test_a_cache_is_made_beside_training_and_gives_the_adapter_of_a_plain_run_wi
     caches = {name: str(place / name) for name in ("teacher_cache", "eval_teacher_cache")}
     plain = {**STUDENT, "data": str(rows), "eval_data": str(heldout), "eval_steps": 1 << 30}
     data = {caches["teacher_cache"]: str(rows), caches["eval_teacher_cache"]: str(heldout)}
-    hosts[0].python("-c", CACHE, json.dumps(data), timeout=400)
+    hosts[0].python("-c", CACHE, json.dumps(data))
     alone(hosts[0], [{**plain, **caches, "output": str(place / "cached")}])
     alone(hosts[0], [{**plain, **TEACHER, "output": str(place / "live")}])
     assert [task["state"] for task in tasks] == ["finished", "finished"]
