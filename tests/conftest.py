@@ -22,7 +22,7 @@ from support.training import model_dir
 from wgpu_lora.bench import training_runs
 from wgpu_lora.gpu.device import Device, DeviceOptions
 from wgpu_lora.models import loaded_model
-from wgpu_lora.train import finetune
+from wgpu_lora.train import prepare_job
 
 os.environ["WGPU_LORA_NO_TUNE"] = "1"  # a shape for every test: tuning would take most of the time
 os.environ.setdefault("WGPU_LORA_NO_CHECK", "1")  # likewise: test_kernels.py checks all kernels
@@ -70,7 +70,7 @@ class DefaultDevice(Device):
         return opened(tuple(sorted(settings)))
 
 
-for opener in (loaded_model, finetune, training_runs):
+for opener in (loaded_model, prepare_job, training_runs):
     opener.Device = DefaultDevice  # type: ignore[misc]
 
 

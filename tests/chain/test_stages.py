@@ -33,7 +33,7 @@ from wgpu_lora.events import Events
 from wgpu_lora.formats.peft_adapter import WEIGHTS
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
-from wgpu_lora.train.finetune import prepare_run
+from wgpu_lora.train.prepare_run import prepare_run
 from wgpu_lora.train.resolve_options import find_recipe
 
 CHAIN = """

@@ -298,8 +298,8 @@ def test_speed_is_that_of_training_alone(monkeypatch: pytest.MonkeyPatch, capsys
     command = import_module("wgpu_lora.cli.finetune")
     monkeypatch.setattr(command, "is_terminal", lambda stream: False)
     session = SimpleNamespace(model=SimpleNamespace(tensors_to_load=lambda: 1))
-    run = SimpleNamespace(logs=lambda step, heldout: True)
-    with command.TrainingProgress(SimpleNamespace(session=session, run=run)) as watcher:
+    run = SimpleNamespace(name=None, logs=lambda step, heldout: True)
+    with command.TrainingProgress(SimpleNamespace(session=session, runs=[run])) as watcher:
         for step, (tokens, seconds) in enumerate([(100, 60.0), (200, 1.0), (100, 0.5), *[(100, 0.0)] * 9, (150, 1.0)]):
             counts = {"tokens": 0, "step_tokens": tokens, "step_processed_tokens": 2 * tokens}
             watcher.step(StepResult(step + 1, 99, 0.0, 1.0, 1e-3, 1.0, seconds=seconds, eval_loss=None, **counts))

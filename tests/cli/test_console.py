@@ -125,9 +125,9 @@ def job(tensors: int = 1, tuning: Tuning | None = None, logs: bool = False) -> A
     model = SimpleNamespace(tensors_to_load=lambda: tensors)
     session = SimpleNamespace(model=model, programs=list, device=SimpleNamespace(allocated=3 << 20))
     tuner = SimpleNamespace(estimate=lambda programs: tuning)
-    run = SimpleNamespace(logs=lambda step, heldout: logs, state=SimpleNamespace(step=0))
+    run = SimpleNamespace(name=None, logs=lambda step, heldout: logs, state=SimpleNamespace(step=0))
     run.args, run.stream = SimpleNamespace(target_seconds=None), SimpleNamespace(total_steps=lambda: 50)
-    return SimpleNamespace(session=session, run=run, tuner=lambda: tuner)
+    return SimpleNamespace(session=session, runs=[run], tuner=lambda: tuner)
 
 
 def test_steps_that_are_not_logged_are_shown_all_the_same(

@@ -167,7 +167,7 @@ def test_other_names_and_true_or_false_are_understood(monkeypatch: pytest.Monkey
         calls.append(args)
         raise Reached
 
-    monkeypatch.setattr("wgpu_lora.train.finetune.prepare_job", stop)
+    monkeypatch.setattr("wgpu_lora.train.prepare_job.prepare_job", stop)
     line = "plan --data x --model_name_or_path m --epochs 2 --lr=1e-3 --batch_size 3 --packing False --use_rslora true"
     with pytest.raises(Reached):
         main([*line.split(), "--grad-checkpoint", "--output_dir", "--o_dd", "--no-shuffle", "false"])

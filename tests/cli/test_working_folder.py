@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cli import QWEN2, SMALL, Run, flags, write_rows
@@ -16,7 +17,7 @@ from support.cli import QWEN2, SMALL, Run, flags, write_rows
 from wgpu_lora import paths
 from wgpu_lora.assets import PACKAGE
 from wgpu_lora.events import Events
-from wgpu_lora.train import finetune
+from wgpu_lora.train.job import Job
 
 MODULES = ("json", "numpy", "tokenizers", "jinja2", "re2", "wgpu_lora", "sitecustomize", "usercustomize", "psutil")
 
@@ -87,14 +88,14 @@ def test_a_folder_that_is_removed_does_not_end_a_run(run: Run, tmp_path: Path, m
     monkeypatch.chdir(folder)
     options = {**SMALL, "model": QWEN2, "data": data, "output": tmp_path / "out", "save_steps": 1, "tune": False}
     options |= {"goal": "token=sk-12345678abcdef", "notes": "password=hunter2hunter2"}
-    prepare = finetune.FinetuneJob.begin
+    prepare = Job._begin
 
-    def removed(job: finetune.FinetuneJob, events: Events) -> None:
+    def removed(job: Any, events: Events) -> None:
         folder.rmdir()
         prepare(job, events)
 
     with monkeypatch.context() as patched:
-        patched.setattr(finetune.FinetuneJob, "begin", removed)
+        patched.setattr(Job, "_begin", removed)
         assert run("finetune", *flags(**options)).code == 0
     facts = json.loads((tmp_path / "out" / "checkpoints" / "step-2" / "metadata.json").read_text())
     assert facts["directory"] == str(folder)

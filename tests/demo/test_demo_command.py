@@ -24,7 +24,7 @@ def test_its_last_line_works_as_printed(
     """In the directory it was run in: a held-out request, answered as it was answered there."""
     few = tmp_path / "held out.jsonl"
     few.write_text("".join(DEMO_HELDOUT.read_text().splitlines(keepends=True)[:2]))
-    for where in ("wgpu_lora.train.finetune", "wgpu_lora.demo.tasks"):
+    for where in ("wgpu_lora.train.prepare_job", "wgpu_lora.demo.tasks"):
         monkeypatch.setattr(f"{where}.DEMO_HELDOUT", few)
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "--max-steps", "1", "--output", "the run", "--show", "1"]) == 0

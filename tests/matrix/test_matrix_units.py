@@ -20,8 +20,8 @@ from wgpu_lora.gpu.tiling import MATRIX, Capabilities
 from wgpu_lora.gpu.tiling_check import cut_verdict
 from wgpu_lora.ops.half_precision import head_operand
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.prepare_job import prepare_job
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 from test_kernels import PRODUCTS

@@ -26,8 +26,8 @@ from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.model_files import config_of
-from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.adapter_init import frozen_adapter
 
 TEXT, WHOLE = "model.", "model.language_model."

@@ -40,8 +40,8 @@ from wgpu_lora.models.row_inputs import NOWHERE, RowInput, Rows
 from wgpu_lora.ops.elementwise import fill, residual, swiglu
 from wgpu_lora.ops.embedding import gather_rows
 from wgpu_lora.proof.worker_jobs import step
-from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.training_log import LOG, read_log
 
 STATED = {"model_type": "toy", "vocab_size": 61, "hidden_size": 32, "inner_size": 48, "num_hidden_layers": 4}

@@ -42,8 +42,9 @@ from wgpu_lora.protect.runs.protected_run import ProtectedRecord
 from wgpu_lora.protect.sealed import archive
 from wgpu_lora.protect.sealed.age_streams import unseal_bytes
 from wgpu_lora.protect.sealed.keys import SessionKeys
-from wgpu_lora.train.finetune import FinetuneJob, prepare_job
+from wgpu_lora.train.job import Job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.resolve_options import resolve_options
 
 URL = "http://127.0.0.1:1"
@@ -130,11 +131,11 @@ def ward(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> War
     return Ward(tmp_path / "ward", device, monkeypatch)
 
 
-def at_step(number: int, act: Callable[[], Any], jobs_seen: list[FinetuneJob] | None = None) -> protected_run.Watch:
+def at_step(number: int, act: Callable[[], Any], jobs_seen: list[Job[Any]] | None = None) -> protected_run.Watch:
     """Act once a step has been taken."""
 
     @contextmanager
-    def watch(job: FinetuneJob) -> Iterator[Events]:
+    def watch(job: Job[Any]) -> Iterator[Events]:
         (jobs_seen if jobs_seen is not None else []).append(job)
         yield hearing(step=lambda result: act() if result.step == number else None)
 
@@ -196,7 +197,7 @@ def test_a_directory_that_is_in_use_or_has_another_run(again: Ward) -> None:
         again.train("whole")
     with pytest.raises(UserError, match="no protected run"):
         again.train("other", resume=True)
-    finetune_jobs: list[FinetuneJob] = []
+    finetune_jobs: list[Job[Any]] = []
     again.train("whole", resume=True, watch=at_step(0, lambda: None, finetune_jobs))
     assert "resumed: already finished" in finetune_jobs[0].run.notes  # other options would be another job
     options = {**OPTIONS, "data": "rows.jsonl", "output": str(again.place / "whole")}
@@ -351,7 +352,7 @@ def test_what_fails_is_cleaned_up(ward: Ward) -> None:
     def fail() -> None:
         raise RuntimeError(SECRET)
 
-    finetune_jobs: list[FinetuneJob] = []
+    finetune_jobs: list[Job[Any]] = []
     ward.monkeypatch.delenv("WGPU_LORA_NO_RUN_LOG", raising=False)
     with pytest.raises(RuntimeError):
         ward.train(watch=at_step(3, fail, finetune_jobs), run_log=True)
@@ -599,7 +600,7 @@ def test_the_command_with_a_broker_of_its_own(ward: Ward, capsys: pytest.Capture
 
 def test_a_run_goes_back_from_weights_that_are_not_finite(ward: Ward, trained: tuple[Ward, Any]) -> None:
     """As a plain run, it returns to the step before, and resumes from there; the newer checkpoint is gone."""
-    finetune_jobs: list[FinetuneJob] = []
+    finetune_jobs: list[Job[Any]] = []
 
     def poison() -> None:
         norm = finetune_jobs[0].session.model.decoder.final_norm.storage.buffer

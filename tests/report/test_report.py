@@ -25,7 +25,11 @@ from wgpu_lora.report.finished_runs import read_runs
 from wgpu_lora.report.line_chart import Line, Scale, line_chart, short, smoothed, thinned
 from wgpu_lora.report.page import table
 from wgpu_lora.report.run_charts import PLOTS, lengths_differ, plots
-from wgpu_lora.train.run.pipeline_state import PipelineState, read_pipeline_state, write_pipeline_state
+from wgpu_lora.train.run.multi_adapter_state import (
+    MultiAdapterState,
+    read_multi_adapter_state,
+    write_multi_adapter_state,
+)
 from wgpu_lora.train.time_estimate import HELDOUT, TRAINING, Projection
 
 
@@ -237,9 +241,9 @@ def test_a_pipelines_directory_stands_for_its_adapters(
     finished_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(shutil.copytree(finished_pipeline / "run", tmp_path / "run"))
-    state = json.dumps(vars(read_pipeline_state(Path("pipeline"))))  # which names the place of the training
+    state = json.dumps(vars(read_multi_adapter_state(Path("pipeline"))))  # which names the place of the training
     moved = state.replace(str(finished_pipeline / "run"), str(tmp_path / "run"))
-    write_pipeline_state(Path("pipeline"), PipelineState(**json.loads(moved)))
+    write_multi_adapter_state(Path("pipeline"), MultiAdapterState(**json.loads(moved)))
     assert main(["report", "pipeline"]) == 0
     out = capsys.readouterr().out
     assert [line.split("**")[1] for line in out.splitlines()[:3]] == ["a", "b", "c"]

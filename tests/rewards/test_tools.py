@@ -15,8 +15,8 @@ from support.tool_templates import CALLS, HERMES_TEMPLATE, TEMPLATES
 from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.errors import UserError
 from wgpu_lora.rewards.tools import Tools
-from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.session.tool_turns import ToolTurns
 
 FUNCTIONS = """

@@ -16,9 +16,10 @@ from wgpu_lora.formats.peft_adapter import PARTS
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.loaded_model import open_model
-from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.job import Job
 from wgpu_lora.train.objectives.objective import Group
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.session.session import Session
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from wgpu_lora.events import Events
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
-from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.web.recording import web_device
 from wgpu_lora.web.site import WebOptions
 

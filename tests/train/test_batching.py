@@ -19,11 +19,12 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.loaded_model import open_model
-from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.job import Job
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.objectives.objective import Group
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.options.unused_options import unused_options
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.trained_options import evaluation_rows
 from wgpu_lora.train.training_data import FEW, default_batches
 

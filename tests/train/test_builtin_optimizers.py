@@ -18,8 +18,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.ops.gradient_norm import MAX_PARAMETER
-from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.optimizers import OPTIMIZERS
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.train.run.run_checkpoint import MANIFEST, write_manifest
 

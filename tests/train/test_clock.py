@@ -20,10 +20,11 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, StepResult
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
-from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.job import Job
 from wgpu_lora.train.loop.slot_progress import CHECKPOINT, HELD_OUT, LEAST_SHARE, TrainingClock
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES, learning_rate
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.adapter_run import AdapterRun
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.train.run.run_state import RunState

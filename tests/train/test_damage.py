@@ -31,9 +31,13 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.adapter_tasks import tasks_of_request
-from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.run.pipeline_state import PipelineState, read_pipeline_state, write_pipeline_state
+from wgpu_lora.train.prepare_job import prepare_job
+from wgpu_lora.train.run.multi_adapter_state import (
+    MultiAdapterState,
+    read_multi_adapter_state,
+    write_multi_adapter_state,
+)
 from wgpu_lora.train.run.resume import resumed_options
 from wgpu_lora.train.run.run_checkpoint import FILES, MANIFEST, METADATA, OPTIMIZER, ORIGIN, write_manifest
 from wgpu_lora.train.run.run_state import STATE
@@ -276,10 +280,10 @@ class Pipeline:
 
     def write(self, state: dict[str, Any]) -> None:
         """With a digest that agrees."""
-        odd = PipelineState()
+        odd = MultiAdapterState()
         odd.__dict__.clear()
         odd.__dict__.update(state)
-        write_pipeline_state(self.home, odd)
+        write_multi_adapter_state(self.home, odd)
 
 
 @pytest.fixture
@@ -355,7 +359,7 @@ def test_recorded_paths_that_lead_nowhere(pipeline: Pipeline, tmp_path: Path) ->
             refusal = ""
             try:
                 options = resumed_options({}, pipeline.home, "it")
-                tasks = tasks_of_request(read_pipeline_state(pipeline.home).request, pipeline.home)
+                tasks = tasks_of_request(read_multi_adapter_state(pipeline.home).request, pipeline.home)
                 assert all(task.arguments(options) for task in tasks)
             except UserError as error:
                 refusal = str(error)

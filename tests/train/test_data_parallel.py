@@ -34,8 +34,9 @@ from wgpu_lora.train.data_parallel.leader import (
     split_by_share,
 )
 from wgpu_lora.train.data_parallel.remote_worker import RemoteWorker
-from wgpu_lora.train.finetune import FinetuneJob, prepare_job
+from wgpu_lora.train.job import Job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.train.run.training_log import LOG, read_log
 
@@ -94,11 +95,11 @@ def arguments(path: Path, case: str = "dropout", **changes: Any) -> TrainingArgu
     return golden_arguments(path, "qwen2", **options | CASES[case](path) | changes)
 
 
-def prepared(device: Device, args: TrainingArguments, sharing: DataParallelLeader | None = None) -> FinetuneJob:
+def prepared(device: Device, args: TrainingArguments, sharing: DataParallelLeader | None = None) -> Job[Any]:
     return prepare_job(args, open_model(str(args.model), device, "f32"), sharing=sharing)
 
 
-def sums(job: FinetuneJob, sharing: DataParallelLeader, count: int = 3) -> list[dict[str, np.ndarray]]:
+def sums(job: Job[Any], sharing: DataParallelLeader, count: int = 3) -> list[dict[str, np.ndarray]]:
     """Gradients and totals of the first steps, without updates between them."""
     gradients, steps = [], job.run.stream.steps()
     for _ in range(count):

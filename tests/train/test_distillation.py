@@ -30,10 +30,10 @@ from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.ops.loss import rest_gradient
 from wgpu_lora.ops.sparse_logits import LOWEST
 from wgpu_lora.train.adapter_tasks import AdapterTask
-from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.job import Job
 from wgpu_lora.train.objectives.kd import kd_scores
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.pipeline import prepare_pipeline
+from wgpu_lora.train.prepare_job import prepare_job, prepare_multi_adapter_job
 from wgpu_lora.train.run.teacher_setup import cache_plans, caches_digest, live_teacher, write_caches
 from wgpu_lora.train.run.training_log import LOG, read_log
 from wgpu_lora.worker.job_kinds import KINDS
@@ -229,7 +229,7 @@ def test_beside_other_adapters(device: Device, tmp_path: Path) -> None:
         for name, options in own.items()
     ]
     shared = golden_arguments(tmp_path, "qwen2", max_steps=2, base_dtype="f32", data=None, init_adapter=None)
-    prepare_pipeline(shared, tasks).train()
+    prepare_multi_adapter_job(shared, tasks).train()
     for name in own:
         assert_close_adapters(tmp_path / f"together-{name}", tmp_path / name / "run", 1e-5)
 

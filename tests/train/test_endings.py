@@ -31,7 +31,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import DeviceLost
 from wgpu_lora.infer import Generator
 from wgpu_lora.models.loaded_model import open_model
-from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.adapter_run import AdapterRun
 from wgpu_lora.train.session.session import Session

@@ -20,10 +20,10 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train import init_methods
 from wgpu_lora.train.adapter_tasks import task_of
-from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.init_methods import FROM_WEIGHT, INITIALISATIONS, from_weight, largest, offsets, subspace
+from wgpu_lora.train.job import Job
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
-from wgpu_lora.train.pipeline import PipelineJob, prepare_pipeline
+from wgpu_lora.train.prepare_job import prepare_job, prepare_multi_adapter_job
 from wgpu_lora.train.run.adapter_init import SeededMatrices, initial_matrices, read_weight
 from wgpu_lora.train.run.training_log import LOG, read_log
 from wgpu_lora.weights.base_formats import base_format
@@ -31,7 +31,7 @@ from wgpu_lora.weights.base_formats import base_format
 WEIGHTS = "adapter_model.safetensors"
 
 
-def job_of(device: Device, args: TrainingArguments) -> FinetuneJob:
+def job_of(device: Device, args: TrainingArguments) -> Job[Any]:
     return prepare_job(args, open_model(str(args.model), device, args.base_dtype))
 
 
@@ -136,7 +136,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def pipeline(model: LoadedModel, tmp_path: Path, place: str, start: str = "", **changes: Any) -> PipelineJob:
+def pipeline(model: LoadedModel, tmp_path: Path, place: str, start: str = "", **changes: Any) -> Job[Any]:
     """start: of adapters to continue, as plain ones."""
     args = replace(options(tmp_path, f"{place}/record"), data=None, lora_dropout=0.0, **changes)
     data = {"data": str(tmp_path / "rows.jsonl"), "eval_data": str(tmp_path / "rows.jsonl")}
@@ -144,7 +144,7 @@ def pipeline(model: LoadedModel, tmp_path: Path, place: str, start: str = "", **
     for name, kind in KINDS.items():
         own = {"init_adapter": str(tmp_path / start / name)} if start else kind
         tasks.append(task_of({**data, "checkpoint": str(tmp_path / place / name), **own}, "task"))
-    return prepare_pipeline(args, tasks, model=model)
+    return prepare_multi_adapter_job(args, tasks, model=model)
 
 
 def test_adapters_of_all_kinds_beside_each_other(device: Device, tmp_path: Path) -> None:

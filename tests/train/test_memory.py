@@ -33,8 +33,8 @@ from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.names.spelling import COMMAND_LINE, IN_FILE, PYTHON, Naming, naming
 from wgpu_lora.ops.activation_storage import BLOCK, Saving, block_of, store
 from wgpu_lora.ops.elementwise import add_forward, copy
-from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.training_log import LOG, read_log
 from wgpu_lora.train.session.session import Session
 
@@ -45,7 +45,7 @@ import psutil
 from wgpu_lora.events import Events
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.prepare_job import prepare_job
 model, data, output = sys.argv[1:]
 def resident():
     return psutil.Process().memory_info().rss

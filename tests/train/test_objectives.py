@@ -25,10 +25,11 @@ from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.ops.elementwise import fill
 from wgpu_lora.ops.loss import logprob_gradient, softmax_chunk, target_logprobs
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.job import Job
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.objectives.objective import Group, Objective, Score, Scoring
 from wgpu_lora.train.option_types import Range, own_option
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.training_log import LOG, read_log
 
 SCALE = 0.5

@@ -19,10 +19,11 @@ from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, Fixed, In, InOut, Kernel, O
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.gradient_norm import BLOCK
-from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.job import Job
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.optimizers.update_rule import Page, PlainState, State
 from wgpu_lora.train.option_types import Range, own_option
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.run_checkpoint import MANIFEST, write_manifest
 from wgpu_lora.train.session.optimizer_update import SlotUpdate
 

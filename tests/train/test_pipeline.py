@@ -36,10 +36,10 @@ from wgpu_lora.train.adapter_tasks import (
     task_of_pair,
     tasks_of_request,
 )
-from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.loop.slot_policy import PATIENCE, POLICIES, make_policy, policy_state
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.run.pipeline_state import read_pipeline_state
+from wgpu_lora.train.prepare_job import prepare_job
+from wgpu_lora.train.run.multi_adapter_state import read_multi_adapter_state
 from wgpu_lora.train.run.records import PipelineRecord
 from wgpu_lora.train.run.run_checkpoint import RunState
 from wgpu_lora.train.run.training_log import LOG, read_log
@@ -149,7 +149,7 @@ def test_an_adapter_that_is_not_finite_stops_alone(qwen2: LoadedModel, trained: 
 
 CHILD = """
 import json, os, signal, sys
-from wgpu_lora.train import pipeline
+from wgpu_lora.train.run import multi_adapter_run
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 tasks, options, deadly, where = json.loads(sys.argv[1])
 steps = [0]
@@ -157,14 +157,14 @@ def callback(result):
     steps[0] += 1
     if where == "step" and steps[0] == deadly:
         os.kill(os.getpid(), signal.SIGKILL)
-real = pipeline.replace_directory
+real = multi_adapter_run.replace_directory
 def dying(tmp, final):
     steps[0] += 1
     if where == "move" and steps[0] == deadly:
         os.kill(os.getpid(), signal.SIGKILL)
     real(tmp, final)
 if where == "move":
-    pipeline.replace_directory = dying
+    multi_adapter_run.replace_directory = dying
     callback = lambda result: None
 MultiAdapterPipeline(tasks, **options).train(callback)
 """
@@ -195,7 +195,7 @@ def test_a_killed_pipeline_resumes_byte_for_byte(tmp_path: Path, schedule: str, 
         for file in (f"last/{WEIGHTS}", "last/optimizer.safetensors", f"best/{WEIGHTS}"):
             assert (tmp_path / "killed" / name / file).read_bytes() == (tmp_path / "whole" / name / file).read_bytes()
         assert result(tmp_path / "killed" / name) == result(tmp_path / "whole" / name)
-    states = [read_pipeline_state(tmp_path / p / "pipeline") for p in ("killed", "whole")]
+    states = [read_multi_adapter_state(tmp_path / p / "pipeline") for p in ("killed", "whole")]
     assert replace(states[0], request={}) == replace(states[1], request={})  # which has paths of its own
 
 

@@ -25,12 +25,12 @@ from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.adapter_tasks import AdapterTask
-from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.job import Job
 from wgpu_lora.train.objectives import cpo, dpo, kto, objective_of, orpo, preference
 from wgpu_lora.train.objectives.preference import log_sigmoid, sigmoid
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
 from wgpu_lora.train.options.unused_options import unused_options
-from wgpu_lora.train.pipeline import prepare_pipeline
+from wgpu_lora.train.prepare_job import prepare_job, prepare_multi_adapter_job
 from wgpu_lora.train.run.records import RUN
 from wgpu_lora.train.run.training_log import LOG, read_log
 
@@ -393,7 +393,7 @@ def test_all_losses_match_trl(device: Device, tmp_path: Path) -> None:
     for name in CASES:
         own = golden_options(tmp_path, name)
         tasks.append(AdapterTask(own.pop("data"), str(tmp_path / f"run-{name}"), name, options=own))
-    prepare_pipeline(shared(tmp_path, data=None, init_adapter=None), tasks, batch_tokens=1024).train()
+    prepare_multi_adapter_job(shared(tmp_path, data=None, init_adapter=None), tasks, batch_tokens=1024).train()
     for name in CASES:
         check(name, tmp_path / f"run-{name}", STEPS)
 

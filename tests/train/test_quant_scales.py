@@ -18,9 +18,9 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.quant_constants import QuantConstants
 from wgpu_lora.train.adapter_tasks import AdapterTask
-from wgpu_lora.train.finetune import FinetuneJob, prepare_job
+from wgpu_lora.train.job import Job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.pipeline import prepare_pipeline
+from wgpu_lora.train.prepare_job import prepare_job, prepare_multi_adapter_job
 from wgpu_lora.train.session.session import Session
 
 VOCAB = 100
@@ -53,7 +53,7 @@ def options(tmp_path: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(**(defaults | changes))
 
 
-def job(tmp_path: Path, **changes: Any) -> FinetuneJob:
+def job(tmp_path: Path, **changes: Any) -> Job[Any]:
     return prepare_job(options(tmp_path, **changes))
 
 
@@ -156,5 +156,5 @@ def test_options_that_contradict_it(tmp_path: Path) -> None:
     assert TrainingArguments(train="mlp").target_modules == "mlp"
     tasks = [AdapterTask(str(tmp_path / "rows.jsonl"), str(tmp_path / name), name) for name in "ab"]
     with pytest.raises(UserError, match="all adapters of a pipeline share"):
-        prepare_pipeline(options(tmp_path, data=None, eval_data=None), tasks)
+        prepare_multi_adapter_job(options(tmp_path, data=None, eval_data=None), tasks)
     assert not (tmp_path / "a").exists()

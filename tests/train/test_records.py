@@ -22,7 +22,7 @@ from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run import run_checkpoint
-from wgpu_lora.train.run.pipeline_state import read_pipeline_state
+from wgpu_lora.train.run.multi_adapter_state import read_multi_adapter_state
 from wgpu_lora.train.run.records import RUN, PipelineRecord, RunRecord
 from wgpu_lora.train.run.resume import merge_resumed_options
 from wgpu_lora.train.run.run_checkpoint import MANIFEST, write_manifest
@@ -109,10 +109,10 @@ def test_other_records_of_a_newer_version(tmp_path: Path) -> None:
     with pytest.raises(NewerSchemaError):
         RunRecord.read(tmp_path / "run")
     shutil.copytree(RUNS / "pipeline", tmp_path / "pipeline")
-    assert read_pipeline_state(tmp_path / "pipeline" / "first").steps
+    assert read_multi_adapter_state(tmp_path / "pipeline" / "first").steps
     edit_json(tmp_path / "pipeline" / "first" / STATE, schema=SCHEMA + 1)
     with pytest.raises(NewerSchemaError):
-        read_pipeline_state(tmp_path / "pipeline" / "first")
+        read_multi_adapter_state(tmp_path / "pipeline" / "first")
 
 
 @pytest.mark.parametrize(

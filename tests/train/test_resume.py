@@ -29,12 +29,12 @@ from wgpu_lora.events import Evaluating, StepResult
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
-from wgpu_lora.train import finetune
-from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.job import Job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run import run_checkpoint
-from wgpu_lora.train.run.pipeline_state import difference
+from wgpu_lora.train.run.multi_adapter_state import difference
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.train.run.resume import check_output_free, merge_resumed_options
 from wgpu_lora.train.run.stop_reasons import OUTCOMES, STOP_TEXT
@@ -45,7 +45,7 @@ CHILD = """
 import json, os, signal, sys
 from wgpu_lora.events import Events
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.prepare_job import prepare_job
 options, deadly = json.loads(sys.argv[1]), int(sys.argv[2])
 class Deadly(Events):
     def step(self, result):
@@ -253,9 +253,7 @@ def epoch_options(tmp_path: Path, name: str, **changes: Any) -> dict[str, Any]:
 
 def train_epochs(device: Device, settings: dict[str, Any], callback: Callback = lambda result: None) -> RunRecord:
     args, _ = resolve_options(settings, None, "finetune()")
-    return finetune.prepare_job(args, open_model(str(args.model), device, args.base_dtype)).train(
-        hearing(step=callback)
-    )
+    return prepare_job(args, open_model(str(args.model), device, args.base_dtype)).train(hearing(step=callback))
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +314,7 @@ def test_what_a_longer_plan_does_is_said(
 ) -> None:
     train_epochs(device, epoch_options(tmp_path, "run", lr_scheduler_type=kind, eval_data=None))
     args, _ = resolve_options({"output": str(tmp_path / "run"), "resume": True, **more}, None, "here")
-    job = finetune.prepare_job(args, open_model(str(args.model), device, args.base_dtype))
+    job = prepare_job(args, open_model(str(args.model), device, args.base_dtype))
     assert message in job.run.notes[-1]
 
 
@@ -371,7 +369,7 @@ def test_before_the_first_step(device: Device, tmp_path: Path, finished: Path, f
         {"output": str(finished_copy), "resume": True, "num_train_epochs": 2.5}, None, "finetune()"
     )
     hear = hearing(evaluating=lambda evaluation: again.append(evaluation.step))
-    finetune.prepare_job(args, open_model(str(args.model), device, args.base_dtype)).train(hear)
+    prepare_job(args, open_model(str(args.model), device, args.base_dtype)).train(hear)
     assert again
     assert 0 not in again  # once for a run, not when it is resumed
 

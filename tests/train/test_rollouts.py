@@ -21,7 +21,8 @@ from wgpu_lora.events import Events, StepResult
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.report.finished_runs import read_runs
 from wgpu_lora.report.page import render_report
-from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.job import Job
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.run_checkpoint import PHASE, write_manifest
 from wgpu_lora.train.run.stop_reasons import exit_code
 from wgpu_lora.train.run.training_log import COMPLETIONS, LOG, read_log

@@ -26,7 +26,8 @@ from wgpu_lora.gpu.tuning_cache import choice_key
 from wgpu_lora.gpu.verdicts import Verdicts, verdicts_of
 from wgpu_lora.infer import Generator, load_adapters
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
-from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.job import Job
+from wgpu_lora.train.prepare_job import prepare_job
 
 pytestmark = pytest.mark.filterwarnings(f"error::{DeviceWarning.__module__}.{DeviceWarning.__name__}")
 OPTIONS = {

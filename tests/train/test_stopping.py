@@ -24,8 +24,8 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.signals import Stopped, check_stop, stoppable
-from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.training_log import LOG, read_log
 from wgpu_lora.train.session.session import Session
 

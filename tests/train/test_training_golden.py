@@ -24,8 +24,8 @@ from wgpu_lora.models import layer_context
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.ops.linear import linears
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.training_log import LOG, read_log
 
 CASES = [(architecture, base) for architecture in ARCHITECTURES for base in ("f32", "nf4")]

@@ -24,14 +24,14 @@ from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.errors import StorageError, UserError
 from wgpu_lora.events import StepResult
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.loop import trainer
 from wgpu_lora.train.loop.slot_progress import CHECKPOINT
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.checkpoint_store import PlainFiles
 from wgpu_lora.train.run.disk_space import GROWTH
-from wgpu_lora.train.run.pipeline_state import read_pipeline_state
+from wgpu_lora.train.run.multi_adapter_state import read_multi_adapter_state
 from wgpu_lora.train.run.run_checkpoint import RESERVE
 from wgpu_lora.train.run.run_state import STATE, read_state
 from wgpu_lora.train.run.training_log import LOG, Log, read_log
@@ -183,7 +183,7 @@ def test_a_killed_pipeline_goes_on_from_its_newest_state(
     with pytest.raises(Killed):
         pipeline(qwen2, tmp_path, "run", **changes).train(killed_after(3))
     home = tmp_path / "run" / "pipeline"
-    assert read_pipeline_state(home).step == 2
+    assert read_multi_adapter_state(home).step == 2
     with pytest.raises(UserError, match="already belongs to a pipeline: continue it with resume=True, begin over with"):
         pipeline(qwen2, tmp_path, "run", **changes).train()
     pipeline(qwen2, tmp_path, "run", **changes, resume=True).train()

@@ -23,7 +23,7 @@ from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.config_fields import packed
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.training_log import LOG, read_log
 from wgpu_lora.weights.base import Loading, MatrixSource, Packed, Shared, StoredTensors
 from wgpu_lora.weights.base_formats import BASE_FORMATS

@@ -16,9 +16,9 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import loaded_model
 from wgpu_lora.train.adapter_tasks import task_of
-from wgpu_lora.train.finetune import prepare_job, prepare_session
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.pipeline import prepare_pipeline
+from wgpu_lora.train.prepare_job import prepare_job, prepare_multi_adapter_job
+from wgpu_lora.train.prepare_session import prepare_session
 from wgpu_lora.worker.job_kinds import KINDS
 from wgpu_lora.worker.job_process import EventWriter
 from wgpu_lora.worker.kinds import model_jobs as kind
@@ -59,7 +59,7 @@ def test_the_bytes_are_those_of_the_plan_and_nothing_is_allocated(options: dict[
     own = {name: options[name] for name in ("data", "lora_r")}
     shared = TrainingArguments(**{name: value for name, value in options.items() if name not in own})
     tasks = [task_of({"name": n, "checkpoint": n, **own, "lora_r": rank}, "x") for n, rank in (("a", 4), ("b", 8))]
-    assert together.needed == prepare_pipeline(shared, tasks, planning=True).session.memory().peak_device_bytes
+    assert together.needed == prepare_multi_adapter_job(shared, tasks, planning=True).session.memory().peak_device_bytes
     assert together.work == a.work + b.work
 
 

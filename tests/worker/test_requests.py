@@ -16,9 +16,9 @@ from support.cli import QWEN2, SMALL, write_rows
 from support.events import hearing
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
-from wgpu_lora.train.run.pipeline_state import read_pipeline_state
+from wgpu_lora.train.prepare_job import prepare_job
+from wgpu_lora.train.run.multi_adapter_state import read_multi_adapter_state
 from wgpu_lora.train.run.records import PipelineRecord, RunRecord
 from wgpu_lora.worker.job_process import ORPHANED, EventWriter, TrainingRequests
 from wgpu_lora.worker.worker import Event, Worker
@@ -64,7 +64,7 @@ def test_an_adapter_ends_alone_and_stays_ended_elsewhere(tmp_path: Path) -> None
     assert [adapter.stop_reason for adapter in record.adapters] == ["request", "interrupt"]
     assert record.adapters[0].step == ended.state.step
     step = record.adapters[1].step
-    state = read_pipeline_state(first / "pipeline")
+    state = read_multi_adapter_state(first / "pipeline")
     assert (state.steps, state.ended) == ({"a": ended.state.step, "b": step}, {"a": "request"})
 
     shutil.move(first, second)  # resumed on another machine

@@ -17,7 +17,7 @@ from wgpu_lora.events import EventForwarder, Events
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.train.adapter_tasks import AdapterTask, task_of
 from wgpu_lora.train.memory import MemoryPlan
-from wgpu_lora.train.pipeline import prepare_pipeline
+from wgpu_lora.train.prepare_job import prepare_multi_adapter_job
 from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.records import PipelineRecord
 
@@ -48,7 +48,7 @@ class MultiAdapterPipeline:
         adapters: for each, an AdapterTask or a dict with the keys of an [[adapter]] table; its data may be rows.
         model: a directory, a GGUF file, a hub id, `demo`, or a loaded model.
         schedule: synchronized, round-robin or priority-val-loss.
-        batch_tokens: see `prepare_pipeline`.
+        batch_tokens: see `prepare_multi_adapter_job`.
         options: as in `wgpu-lora finetune`, with underscores, for adapters that do not set their own.
 
     Raises:
@@ -78,7 +78,7 @@ class MultiAdapterPipeline:
             explicit["model"] = path_as_text(str(model), "model", "MultiAdapterPipeline()")
         first = tasks[0].checkpoint if tasks else None
         args, _ = resolve_options(explicit, None, "MultiAdapterPipeline()", demo=False, beside=first)
-        self.job = prepare_pipeline(args, tasks, schedule, batch_tokens, opened)
+        self.job = prepare_multi_adapter_job(args, tasks, schedule, batch_tokens, opened)
 
     def memory(self) -> MemoryPlan:
         """The memory that training allocates, to the byte."""

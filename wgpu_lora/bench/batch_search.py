@@ -27,8 +27,9 @@ from wgpu_lora.names.spelling import flag
 from wgpu_lora.text import count_noun
 from wgpu_lora.track.run_log import run_name
 from wgpu_lora.track.run_recorder import device_facts, given_options, note_failure, recorded
-from wgpu_lora.train.finetune import FinetuneJob, prepare_job
+from wgpu_lora.train.job import Job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.prepare_job import prepare_job
 
 SCHEMA = "wgpu-lora-bench-max-batch/2"
 OK, MAX, OOM = "OK", "MAX", "OOM"  # a batch ran; it is the largest that does; it does not fit
@@ -354,7 +355,7 @@ def _timed_pairs(
         yield record
 
 
-def _job(args: TrainingArguments, model: LoadedModel, pair: Record, place: Path) -> FinetuneJob:
+def _job(args: TrainingArguments, model: LoadedModel, pair: Record, place: Path) -> Job[Any]:
     output = str(place / f"{pair['batch']}x{pair['accumulation']}")
     sizes = {"per_device_train_batch_size": pair["batch"], "gradient_accumulation_steps": pair["accumulation"]}
     return prepare_job(replace(args, output=output, **sizes), model)

@@ -32,9 +32,10 @@ from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.text import count_noun
 from wgpu_lora.track.run_log import run_name
 from wgpu_lora.track.run_recorder import device_facts, given_options, note_failure, recorded
-from wgpu_lora.train.finetune import FinetuneJob, prepare_job, with_demo_data
+from wgpu_lora.train.job import Job
 from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
+from wgpu_lora.train.prepare_job import prepare_job, with_demo_data
 from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.stop_reasons import FINISHED
 
@@ -150,7 +151,7 @@ def _good(runs: Sequence[Record]) -> list[Record]:
     return [run for run in runs if run["error"] is None]
 
 
-def time_run_or_error(job: FinetuneJob, last: bool) -> Record:
+def time_run_or_error(job: Job[Any], last: bool) -> Record:
     """`time_run`, or the error of a run that failed; raises it if there is no other run to report."""
     watch, total_steps = _Watch(), job.run.stream.total_steps()
     try:
@@ -204,7 +205,7 @@ def recording(work: Work, args: TrainingArguments, model: LoadedModel) -> Abstra
     )
 
 
-def header_of(work: Work, job: FinetuneJob, model: LoadedModel) -> Record:
+def header_of(work: Work, job: Job[Any], model: LoadedModel) -> Record:
     """The header. Raises UserError if there are too few steps to time."""
     run = job.run
     if (steps := run.stream.total_steps()) <= WARMUP:
@@ -268,7 +269,7 @@ class _Watch(Events):
         self.ended.append(time.perf_counter())
 
 
-def time_run(job: FinetuneJob, watch: _Watch | None = None) -> Record:
+def time_run(job: Job[Any], watch: _Watch | None = None) -> Record:
     """Run a job. `seconds` is the time after the warm-up, including held-out losses and saving; speeds are those of the
     steps alone.
 

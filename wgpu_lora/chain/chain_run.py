@@ -21,7 +21,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import read_json
 from wgpu_lora.locks import is_directory, sweep
 from wgpu_lora.text import join_words
-from wgpu_lora.train.finetune import locked
+from wgpu_lora.train.job import locked
 from wgpu_lora.typed_json import typed
 
 DIGESTS = "digests.json"

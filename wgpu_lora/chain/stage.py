@@ -13,7 +13,7 @@ from wgpu_lora.formats.hub import cached_model, hub_id, resolve_model
 from wgpu_lora.typed_json import read_as
 
 if TYPE_CHECKING:
-    from wgpu_lora.train.finetune import FinetuneJob
+    from wgpu_lora.train.job import Job
 
 
 class EndedEarlyError(Exception):
@@ -99,7 +99,7 @@ class Watch:
         """A listener to tensors that are written."""
         return nullcontext(SILENT)
 
-    def training(self, job: FinetuneJob) -> AbstractContextManager[Events]:
+    def training(self, job: Job[Any]) -> AbstractContextManager[Events]:
         return nullcontext(SILENT)
 
     def trained(self, record: Any) -> None:

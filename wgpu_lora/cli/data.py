@@ -51,7 +51,7 @@ def stats(
     from wgpu_lora.models.published_shapes import shape_config
     from wgpu_lora.report.data_page import check_page, write_page
     from wgpu_lora.train.data_statistics import row_statistics
-    from wgpu_lora.train.finetune import prepare_job, with_demo_data
+    from wgpu_lora.train.prepare_job import prepare_job, with_demo_data
     from wgpu_lora.train.time_estimate import check_price, project_time
 
     check_price(price_per_hour)
@@ -158,8 +158,8 @@ def show(
     from wgpu_lora.formats.hub import resolve_model
     from wgpu_lora.models.model_files import read_model
     from wgpu_lora.train.data_statistics import preview_rows
-    from wgpu_lora.train.finetune import with_demo_data
     from wgpu_lora.train.objectives import objective_of
+    from wgpu_lora.train.prepare_job import with_demo_data
     from wgpu_lora.train.training_data import sources_of
 
     if any(number < 1 for number in row or ()):

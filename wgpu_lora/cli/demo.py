@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wgpu_lora.cli.console import Bar, console, line
-from wgpu_lora.cli.finetune import TrainingProgress, report_run
+from wgpu_lora.cli.finetune import TrainingProgress, report
 from wgpu_lora.cli.parameters import MODEL, AllowUnconfined, Device
 from wgpu_lora.cli.run_summary import describe
 from wgpu_lora.errors import UserError
@@ -59,7 +59,7 @@ def demo(
     line("before", _score(comparison.before))
     with TrainingProgress(job) as watcher:
         record = job.train(watcher)
-    code = report_run(record, before=job.run.start_warnings)
+    code = report({None: record}, before=job.run.start_warnings)
     if code:
         return code
     with Bar("answering held-out requests after training", len(comparison.task.rows)) as bar:

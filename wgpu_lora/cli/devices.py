@@ -12,9 +12,9 @@ import typer
 
 from wgpu_lora.cli.command import Command, Group
 from wgpu_lora.cli.console import console, line, print_json
-from wgpu_lora.cli.finetune import Adapters, AdaptersConfig, BatchTokens, Schedule
+from wgpu_lora.cli.finetune import Adapters, AdaptersConfig, BatchTokens, Schedule, job_of
 from wgpu_lora.cli.parameters import Device, Json, refuse_unused
-from wgpu_lora.cli.plan import Shape, job_of
+from wgpu_lora.cli.plan import Shape
 from wgpu_lora.cli.training_progress import StartupProgress
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import count_noun
@@ -240,7 +240,7 @@ def tune(
         raise UserError(f"--seconds is {seconds:g}: give a number of seconds greater than 0.")
     if not args.tune:
         raise UserError("--no-tune contradicts 'wgpu-lora tune': leave it out.")
-    job = job_of(args, adapters, adapters_config, schedule, batch_tokens, shape)
+    job = job_of(args, adapters, adapters_config, schedule, batch_tokens, planning=True, shape=shape)
     session, programs = job.session, job.session.programs()
     tuner, watcher = Tuner(session.device, seconds, retune=args.retune, thorough=True), StartupProgress(job)
     if not tuner.estimate(programs).sizes:

@@ -9,6 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +18,7 @@ import typer
 
 from wgpu_lora.cli.console import FEWEST, OF_ADAPTERS, OFTEN, Bar, console, is_terminal, line, next_commands
 from wgpu_lora.cli.parameters import choice, refuse_unused
-from wgpu_lora.cli.run_summary import CURES, describe, describe_answers, losses
+from wgpu_lora.cli.run_summary import CURES, describe, describe_answers, describe_best, describe_end
 from wgpu_lora.cli.training_progress import StartupProgress, Trend, hardware
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, StepResult
@@ -29,13 +30,13 @@ from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:
     from wgpu_lora.events import Events
-    from wgpu_lora.train.adapter_tasks import AdapterTask
-    from wgpu_lora.train.finetune import FinetuneJob
-    from wgpu_lora.train.pipeline import PipelineJob
-    from wgpu_lora.train.run.records import PipelineRecord, RunRecord
+    from wgpu_lora.train.job import Job
+    from wgpu_lora.train.run.adapter_run import AdapterRun
+    from wgpu_lora.train.run.records import RunRecord
 
 
-SMOOTHED = 10  # steps that the shown speed is averaged over
+SMOOTHED, TREND = 10, 10  # steps that the shown speed is averaged over, and bars of a loss in a table
+COLUMNS = ("step", "epoch", "loss", "held-out", "trained", "trained/s", "processed/s", "share of steps", "trend")
 # Options of a pipeline, which `plan` has too.
 Adapters = Annotated[
     list[str] | None,
@@ -103,44 +104,113 @@ def finetune(
         raise UserError(f"--answers must be 0 or more, not {answers}.")
     if note:
         line("recipe", note)
-    if adapters or adapters_config:
-        return train_pipeline(args, adapters or [], adapters_config, schedule, batch_tokens)
-    if args.resume:
-        from wgpu_lora.train.run.pipeline_state import home_of
-
-        home = home_of(args.directory)
-        if home:
-            return resume_pipeline(args, home)
-    from wgpu_lora.train.finetune import prepare_job
-
-    job = prepare_job(args)
+    job = job_of(args, adapters, adapters_config, schedule, batch_tokens)
     describe(job)
+    shared = job.shared
+    if shared:
+        count = count_noun(len(job.runs), "adapter")
+        line("pipeline", f"{count}, {shared.schedule}, batches of up to {shared.batch_tokens:,} tokens")
     with TrainingProgress(job) as watcher:
-        record = job.train(watcher)
-    code = report_run(record, before=job.run.start_warnings)
-    if record.outcome in ("finished", "stopped early"):
-        describe_answers(job, record, answers)
-        next_commands(record.directory, OF_ADAPTERS)
+        job.train(watcher)
+    before = [text for run in job.runs for text in run.start_warnings]
+    records = {run.name: job.records[run.slot] for run in job.runs}
+    code = report(records, before=before, home=job.home)
+    if shared:
+        if draw_curves({run.adapter_name: run.directory for run in job.runs}, shared.home / CURVES):
+            line("curves", str(shared.home / CURVES))
+        else:
+            line("curves", f"not plotted: matplotlib is missing; {pip_line('plot')}")
+    if all(record.outcome in ("finished", "stopped early") for record in records.values()):
+        if shared:
+            modules = " ".join(shlex.quote(f"{run.name}={run.directory}") for run in job.runs)
+            line("next", f"{program()} serve --lora-modules {modules}", whole=True)
+        else:
+            describe_answers(job, records[None], answers)
+            next_commands(job.run.directory, OF_ADAPTERS)
     return code
 
 
+def job_of(
+    args: TrainingArguments,
+    pairs: list[str] | None,
+    config: Path | None,
+    schedule: str,
+    batch_tokens: int | None,
+    planning: bool = False,
+    shape: str | None = None,
+) -> Job[Any]:
+    """The job of the options: one adapter, several, those of the directory that is resumed, or of a planned shape."""
+    from wgpu_lora.train.prepare_job import prepare_job, prepare_multi_adapter_job, prepare_shape_job
+
+    if shape:
+        if pairs or config:
+            raise UserError("--shape plans one adapter: leave out --adapters and --adapters-config.")
+        return prepare_shape_job(shape, args)
+    if pairs or config:
+        from wgpu_lora.train.adapter_tasks import named_tasks
+
+        tasks = named_tasks(pairs or [], config)
+        return prepare_multi_adapter_job(args, tasks, schedule, batch_tokens, planning=planning)
+    if args.resume and not planning:
+        from wgpu_lora.train.run.multi_adapter_state import home_of, read_multi_adapter_state
+
+        if home := home_of(args.directory):
+            from wgpu_lora.train.adapter_tasks import tasks_of_request
+
+            request = read_multi_adapter_state(home).request
+            tasks = tasks_of_request(request, home)
+            return prepare_multi_adapter_job(args, tasks, request["schedule"], request["batch_tokens"])
+    return prepare_job(args, planning=planning)
+
+
+@dataclass
+class Row:
+    """What is shown of a run in training. recent: (trained, processed, seconds) of its last steps."""
+
+    run: AdapterRun
+    trend: Trend = field(default_factory=lambda: Trend(sys.stderr))
+    recent: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=SMOOTHED))
+    result: StepResult | None = None
+    heldout: str = ""
+    last_line: float = -OFTEN
+
+    def add(self, result: StepResult) -> None:
+        """Take a step in; the first one includes compilation."""
+        if self.result:
+            self.recent.append((result.step_tokens, result.step_processed_tokens, result.seconds))
+        self.result = result
+        self.trend.add(result.progress)
+        if result.eval_loss is not None:
+            self.heldout = f"{result.eval_loss:.4f}"
+
+    @property
+    def sums(self) -> tuple[int, int, float]:
+        """Trained tokens, processed tokens and seconds of the last steps."""
+        trained, processed, seconds = (sum(values) for values in zip(*self.recent, strict=True))
+        return trained, processed, seconds
+
+    def seconds_left(self) -> float | None:
+        """The estimated time of the remaining steps, from the last ones; None before there are enough."""
+        if self.result is None or len(self.recent) < FEWEST:
+            return None
+        times = training_steps([(trained, seconds) for trained, _, seconds in self.recent])
+        return fmean(times) * max(0, self.result.total_steps - self.result.step)
+
+
 class TrainingProgress(StartupProgress):
-    """Shows tuning, loading and training: bars on a terminal, else lines.
+    """Shows tuning, loading and training: on a terminal a bar, or a table with a row per adapter; else lines.
 
     Lines are printed for the first step and for logged ones, and at least every ten seconds.
     """
 
-    def __init__(self, job: FinetuneJob):
+    def __init__(self, job: Job[Any]):
         super().__init__(job)
-        self._run = job.run
+        self._rows: dict[str | None, Row] = {run.name: Row(run) for run in job.runs}
         self._session = job.session
         self._training = Bar("training", None)
+        self._live: Any = None
         self._quiet = not is_terminal(sys.stderr)
-        self._first = True
-        self._last_line = 0.0
-        self._heldout = ""
-        self._trend, self._hardware = Trend(sys.stderr), ""
-        self._recent: deque[tuple[int, int, float]] = deque(maxlen=SMOOTHED)  # (trained, processed, seconds) per step
+        self._hardware = ""
 
     def __enter__(self) -> TrainingProgress:
         if not self._tensors_to_load:
@@ -149,6 +219,14 @@ class TrainingProgress(StartupProgress):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+        if self._live is not None:
+            self._live.stop()
+
+    @property
+    def _run(self) -> AdapterRun | None:
+        """A single run, which has a bar; None of several, which have a table."""
+        row = self._rows.get(None)
+        return row.run if row else None
 
     def close(self) -> None:
         super().close()
@@ -160,20 +238,20 @@ class TrainingProgress(StartupProgress):
         if self._quiet:
             self._bar = Bar(compiling, None)
             self._bar.advance()
-        else:
-            total = None if self._run.args.target_seconds else self._run.stream.total_steps()
-            self._training.advance(None, self._run.state.step, total, compiling)
+        elif run := self._run:
+            total = None if run.args.target_seconds else run.stream.total_steps()
+            self._training.advance(None, run.state.step, total, compiling)
 
     def evaluating(self, evaluating: Evaluating) -> None:
         if self._quiet or not evaluating.step:
             super().evaluating(evaluating)
-        elif evaluating.loss is None:
+        elif self._run and evaluating.loss is None:
             of = count_noun(evaluating.total, "row")
             detail = f"measuring the held-out loss: {evaluating.rows:,} of {of}"
             self._training.advance(None, evaluating.step, detail=detail)
 
     def answering(self, done: int, total: int, tokens: int) -> None:
-        if not self._quiet:
+        if self._run and not self._quiet:
             detail = f"sampling: {done:,} of {count_noun(total, 'completion')}, {tokens:,} tokens"
             self._training.advance(None, self._run.state.step, detail=detail)
 
@@ -181,43 +259,83 @@ class TrainingProgress(StartupProgress):
         self._hardware = hardware(line) or self._hardware
 
     def step(self, result: StepResult) -> None:
-        self._trend.add(result.progress)
-        text = result.facts()
-        if not self._first:  # the first step includes compilation
-            self._recent.append((result.step_tokens, result.step_processed_tokens, result.seconds))
-            trained, processed, seconds = (sum(values) for values in zip(*self._recent, strict=True))
-            text += "  " + speed(trained, processed, seconds)
-        if result.eval_loss is not None:
-            self._heldout = f"  held-out {result.eval_loss:.4f}"
+        row = self._rows[result.adapter]
+        is_first = row.result is None
+        row.add(result)
         with suppress(OSError):  # an unwritable stdout does not end a run
-            self._show(result, text)
-        self._first = False
+            super().close()
+            if self._quiet:
+                self._print(row, result, is_first)
+            elif self._run:
+                heldout = f"  held-out {row.heldout}" if row.heldout else ""
+                below = "  ".join(filter(None, [row.trend.bars(), *self._below()]))
+                detail = f"{_facts(row, result)}{heldout}\n{below}"
+                self._training.advance(None, result.step, result.total_steps or None, detail)
+            else:
+                self._show_table()
 
-    def _show(self, result: StepResult, text: str) -> None:
-        super().close()
-        if not self._quiet:
-            detail = f"{text}{self._heldout}\n{self._below()}"
-            self._training.advance(None, result.step, result.total_steps or None, detail)
-            return
+    def _print(self, row: Row, result: StepResult, is_first: bool) -> None:
         evaluated, now = result.eval_loss is not None, time.monotonic()
-        if self._first or self._run.logs(result.step, evaluated) or now - self._last_line >= OFTEN:
-            self._last_line = now
-            suffix = self._remaining(result) + (self._heldout if evaluated else "")
-            line("step", f"{result.step}/{result.total_steps}  epoch {result.epoch:.2f}  {text}{suffix}")
+        if not (is_first or row.run.logs(result.step, evaluated) or now - row.last_line >= OFTEN):
+            return
+        row.last_line = now
+        mark = f"{result.adapter}  " if result.adapter else ""
+        remaining = f"  {duration(left)} left" if (left := row.seconds_left()) else ""
+        heldout = f"  held-out {row.heldout}" if evaluated else ""
+        epoch = f"{result.step}/{result.total_steps}  epoch {result.epoch:.2f}"
+        line("step", f"{mark}{epoch}  {_facts(row, result)}{remaining}{heldout}")
 
-    def _below(self) -> str:
-        """The second line on a terminal: the trend of the loss, memory, and the hardware."""
+    def _below(self) -> list[str]:
+        """Below a bar or a table on a terminal: memory, and the hardware."""
         from wgpu_lora.train.memory import format_bytes
 
-        allocated = format_bytes(self._session.device.allocated)
-        return "  ".join(filter(None, [self._trend.bars(), f"{allocated} on the device", self._hardware]))
+        return [f"{format_bytes(self._session.device.allocated)} on the device", self._hardware]
 
-    def _remaining(self, result: StepResult) -> str:
-        """The estimated time of the remaining steps, from the last ones."""
-        if len(self._recent) < FEWEST or result.step >= result.total_steps:
-            return ""
-        step_seconds = fmean(training_steps([(trained, seconds) for trained, _, seconds in self._recent]))
-        return f"  {duration(step_seconds * (result.total_steps - result.step))} left"
+    def _show_table(self) -> None:
+        if self._live is None:
+            from rich.live import Live
+
+            self._live = Live(console=console(stderr=True), refresh_per_second=4)
+            self._live.start()
+        self._live.update(self.table())
+
+    def table(self) -> Any:
+        """The current table of several adapters."""
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(box=None, pad_edge=False)
+        table.add_column("adapter")
+        for name in COLUMNS:
+            table.add_column(name, justify="right")
+        steps = {name: row.result.step if row.result else row.run.state.step for name, row in self._rows.items()}
+        for name, row in self._rows.items():
+            result, share = row.result, f"{steps[name] / max(1, sum(steps.values())):.0%}"
+            cells = [str(steps[name]), *[""] * 6, share, ""]
+            if result:
+                seconds = max(result.seconds, 1e-9)
+                cells = [
+                    f"{result.step}/{result.total_steps}",
+                    f"{result.epoch:.2f}",
+                    f"{'reward ' if 'reward' in result.metrics else ''}{result.progress:.4f}",
+                    row.heldout,
+                    f"{result.tokens:,}",
+                    f"{result.step_tokens / seconds:,.0f}",
+                    f"{result.step_processed_tokens / seconds:,.0f}",
+                    share,
+                    row.trend.bars(TREND),
+                ]
+            table.add_row(Text(escape_unprintable(name or "")), *cells)
+        left = [row.seconds_left() for row in self._rows.values()]
+        seconds_left = 0.0 if None in left else sum(filter(None, left))
+        below = [f"{duration(seconds_left)} left" if seconds_left else "", *self._below()]
+        table.caption, table.caption_justify = ", ".join(filter(None, below)), "left"
+        return table
+
+
+def _facts(row: Row, result: StepResult) -> str:
+    """The figures of a step, with the speed of the last ones."""
+    return result.facts() + (f"  {speed(*row.sums)}" if row.recent else "")
 
 
 def training_steps(recent: Sequence[tuple[int, float]]) -> list[float]:
@@ -231,221 +349,42 @@ def speed(trained: int, processed: int, seconds: float) -> str:
     return f"{trained / seconds:,.0f} trained, {processed / seconds:,.0f} processed tokens/s"
 
 
-def report_run(
-    record: RunRecord, command: str | None = None, adapter: str | None = None, before: Collection[str] = ()
+def report(
+    records: Mapping[str | None, RunRecord],
+    command: str | None = None,
+    adapter: str | None = None,
+    before: Collection[str] = (),
+    home: Path | None = None,
 ) -> int:
-    """Print how the run ended and where its adapter is; returns the exit code.
+    """Print how each run ended and where its adapter is; returns the exit code.
 
-    command: that continues an interrupted run; '' prints none. adapter: where it is, if not in the run's directory.
-    before: warnings that were printed before training.
+    Args:
+        records: by the adapter's name; None is a single run.
+        command: that continues an interrupted run; '' prints none.
+        adapter: where it is, if not in the run's directory.
+        before: warnings that were printed before training.
+        home: the directory that the runs are resumed from; by default the first one's.
     """
     from wgpu_lora.train.run.stop_reasons import STOP_TEXT, exit_code
 
-    state, reason, outcome, output = record.state, record.stop_reason, record.outcome, record.directory
-    timed = reason == "target seconds"  # its number of steps is only known at the end
-    count = count_noun(state.step, "step") if timed else f"{state.step:,} of {count_noun(state.total_steps, 'step')}"
-    seconds = state.elapsed_seconds if record.options.target_seconds else state.seconds
-    why = f"{count} in {seconds:,.1f} s ({STOP_TEXT[reason]})"
-    summary = losses(output, state.last_loss, state.first_eval_loss, state.trained_eval_loss)
-    scales = record.options.train == "quant-scales"
-    where = f"the models are in {output}/last-f16 and others" if scales else f"the adapter is in {adapter or output}"
-    line(outcome, "; ".join([why, *summary, where]))
-    if state.best_step and state.best_step < state.step:
-        best = f"held-out loss {state.best_eval_loss:.4f} after step {state.best_step:,}"
-        place, noun = ("best-f16", "model") if scales else ("best", "adapter")
-        line("best", f"{f'{output / place}.tar.age' if adapter else output / place} has the best {noun}: {best}")
-    if outcome == "interrupted" and command != "":
-        continuation = command or f"{program()} finetune --output {shlex.quote(str(output))} --resume"
-        line("continue", continuation, whole=True)
-    if outcome == "failed":
-        print(f"wgpu-lora: {STOP_TEXT[reason]}: {CURES[reason]}.", file=sys.stderr)
-    for text in record.warnings:
-        if text not in before:
-            line("warning", text)
-    if record.damaged_log_lines:
-        line("log", f"dropped {count_noun(record.damaged_log_lines, 'damaged line')} of log.jsonl")
-    return exit_code(reason, record.signal)
-
-
-RECENT, TREND = 10, 10  # steps that times are averaged over, and bars of a loss
-
-
-def train_pipeline(
-    args: TrainingArguments, pairs: list[str], config: Path | None, schedule: str, batch_tokens: int | None
-) -> int:
-    """Train, show progress and report; returns the exit code."""
-    from wgpu_lora.train.adapter_tasks import named_tasks
-
-    return _train(args, named_tasks(pairs, config), schedule, batch_tokens)
-
-
-def resume_pipeline(args: TrainingArguments, home: Path) -> int:
-    """Resume the pipeline whose record is in a directory."""
-    from wgpu_lora.train.adapter_tasks import tasks_of_request
-    from wgpu_lora.train.run.pipeline_state import read_pipeline_state
-
-    request = read_pipeline_state(home).request
-    return _train(args, tasks_of_request(request, home), request["schedule"], request["batch_tokens"])
-
-
-def _train(args: TrainingArguments, tasks: list[AdapterTask], schedule: str, batch_tokens: int | None) -> int:
-    from wgpu_lora.train.pipeline import prepare_pipeline
-
-    job = prepare_pipeline(args, tasks, schedule, batch_tokens)
-    describe(job)
-    line(
-        "pipeline", f"{count_noun(len(job.runs), 'adapter')}, {schedule}, batches of up to {job.batch_tokens:,} tokens"
-    )
-    with PipelineTable(job) as table:
-        record = job.train(table)
-    code = report_pipeline(record, job.home, [text for run in job.runs for text in run.start_warnings])
-    if draw_curves({run.adapter_name: run.directory for run in job.runs}, job.home / CURVES):
-        line("curves", str(job.home / CURVES))
-    else:
-        line("curves", f"not plotted: matplotlib is missing; {pip_line('plot')}")
-    if all(adapter.outcome in ("finished", "stopped early") for adapter in record.adapters):
-        adapters = " ".join(shlex.quote(f"{adapter.name}={adapter.checkpoint}") for adapter in record.adapters)
-        line("next", f"{program()} serve --lora-modules {adapters}", whole=True)
-    return code
-
-
-def report_pipeline(record: PipelineRecord, home: Path, before: Collection[str] = ()) -> int:
-    """Print how each adapter ended and where it is; returns the exit code. before: see `report_run`."""
-    from wgpu_lora.train.run.stop_reasons import STOP_TEXT, exit_code
-
-    outcomes = []
-    for adapter in record.adapters:
-        outcome, text = adapter.outcome, STOP_TEXT[adapter.stop_reason]
-        outcomes.append(outcome)
-        why = f"{adapter.name}: {adapter.step:,} of {count_noun(adapter.total_steps, 'step')} ({text})"
-        result = adapter.losses
-        summary = losses(Path(adapter.checkpoint), result.train, result.before, result.held_out)
-        line(outcome, "; ".join([why, *summary, f"the adapter is in {adapter.checkpoint}"]))
+    for name, record in records.items():
+        mark, outcome = f"{name}: " if name else "", record.outcome
+        line(outcome, f"{mark}{describe_end(record, adapter)}")
+        if best := describe_best(record, adapter):
+            line("best", mark + best)
         if outcome == "failed":
-            print(f"wgpu-lora: adapter {adapter.name}: {text}: {CURES[adapter.stop_reason]}.", file=sys.stderr)
-        for warning in adapter.warnings:
-            if warning not in before:
-                line("warning", f"{adapter.name}: {warning}")
-    if "interrupted" in outcomes:
-        line("continue", f"{program()} finetune --output {shlex.quote(str(home))} --resume", whole=True)
-    return max(exit_code(adapter.stop_reason, record.signal) for adapter in record.adapters)
-
-
-class PipelineTable(StartupProgress):
-    """A live table on a terminal, with a row per adapter; else lines as for a single run."""
-
-    def __init__(self, job: PipelineJob):
-        super().__init__(job)
-        self._runs = {run.adapter_name: run for run in job.runs}
-        self._last_lines: dict[str, float] = {}
-        self._rows: dict[str, StepResult | None] = {run.adapter_name: None for run in job.runs}
-        self._heldout: dict[str, float] = {}
-        self._steps = job.state.step
-        self._own = {run.adapter_name: job.state.steps.get(run.adapter_name, 0) for run in job.runs}
-        self._trends = {run.adapter_name: Trend(sys.stderr) for run in job.runs}
-        self._seconds: dict[str, deque[tuple[int, float]]] = {
-            run.adapter_name: deque(maxlen=RECENT) for run in job.runs
-        }
-        self._device, self._hardware = job.session.device, ""
-        self._live: Any = None
-
-    def __enter__(self) -> PipelineTable:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-        if self._live is not None:
-            self._live.stop()
-
-    def evaluating(self, evaluating: Evaluating) -> None:
-        if self._live is None:
-            super().evaluating(evaluating)
-
-    def logged(self, line: Mapping[str, float], adapter: str | None) -> None:
-        self._hardware = hardware(line) or self._hardware
-
-    def step(self, result: StepResult) -> None:
-        assert result.adapter, "a pipeline's adapters have names"
-        self._rows[result.adapter] = result
-        self._own[result.adapter] = result.step
-        self._trends[result.adapter].add(result.progress)
-        self._seconds[result.adapter].append((result.step_tokens, result.seconds))
-        if result.eval_loss is not None:
-            self._heldout[result.adapter] = result.eval_loss
-        with suppress(OSError):  # an unwritable stdout does not end a run
-            self._tell(result.adapter, result)
-
-    def _tell(self, name: str, result: StepResult) -> None:
-        self.close()
-        if is_terminal(sys.stderr):
-            self._show()
-            return
-        now, evaluated = time.monotonic(), result.eval_loss is not None
-        is_due = now - self._last_lines.get(name, -OFTEN) >= OFTEN  # always for the first step
-        if is_due or self._runs[name].logs(result.step, evaluated):
-            self._last_lines[name] = now
-            text = f"{name}  {result.step}/{result.total_steps}  epoch {result.epoch:.2f}"
-            text += f"  {result.facts()}"
-            line("step", text + (f"  held-out {result.eval_loss:.4f}" if result.eval_loss is not None else ""))
-
-    def _show(self) -> None:
-        if self._live is None:
-            from rich.live import Live
-
-            self._live = Live(console=console(stderr=True), refresh_per_second=4)
-            self._live.start()
-        self._live.update(self.table())
-
-    def table(self) -> Any:
-        """The current table."""
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        from wgpu_lora.train.memory import format_bytes
-
-        table = RichTable(box=None, pad_edge=False)
-        table.add_column("adapter")
-        for name in (
-            "step",
-            "epoch",
-            "loss",
-            "held-out",
-            "trained",
-            "trained/s",
-            "processed/s",
-            "share of steps",
-            "trend",
-        ):
-            table.add_column(name, justify="right")
-        total = max(1, sum(self._own.values()))
-        for name, result in self._rows.items():
-            share = f"{self._own[name] / total:.0%}"
-            if result is None:
-                table.add_row(Text(escape_unprintable(name)), str(self._own[name]), *[""] * 6, share, "")
-                continue
-            heldout = f"{self._heldout[name]:.4f}" if name in self._heldout else ""
-            seconds = max(result.seconds, 1e-9)
-            table.add_row(
-                Text(escape_unprintable(name)),
-                f"{result.step}/{result.total_steps}",
-                f"{result.epoch:.2f}",
-                f"{'reward ' if 'reward' in result.metrics else ''}{result.progress:.4f}",
-                heldout,
-                f"{result.tokens:,}",
-                f"{result.step_tokens / seconds:,.0f}",
-                f"{result.step_processed_tokens / seconds:,.0f}",
-                share,
-                self._trends[name].bars(TREND),
-            )
-        below = [self._remaining(), f"{format_bytes(self._device.allocated)} on the device", self._hardware]
-        table.caption, table.caption_justify = ", ".join(filter(None, below)), "left"
-        return table
-
-    def _remaining(self) -> str:
-        """The estimated time of the remaining steps of all adapters, from the last ones."""
-        rows = [(result, self._seconds[name]) for name, result in self._rows.items() if result]
-        seconds = sum((result.total_steps - result.step) * fmean(training_steps(recent)) for result, recent in rows)
-        return f"{duration(seconds)} left" if seconds > 0 and len(rows) == len(self._rows) else ""
+            reason = record.stop_reason
+            who = f"adapter {name}: " if name else ""
+            print(f"wgpu-lora: {who}{STOP_TEXT[reason]}: {CURES[reason]}.", file=sys.stderr)
+        for text in record.warnings:
+            if text not in before:
+                line("warning", mark + text)
+        if record.damaged_log_lines:
+            line("log", f"{mark}dropped {count_noun(record.damaged_log_lines, 'damaged line')} of log.jsonl")
+    if command != "" and any(record.outcome == "interrupted" for record in records.values()):
+        output = shlex.quote(str(home or next(iter(records.values())).directory))
+        line("continue", command or f"{program()} finetune --output {output} --resume", whole=True)
+    return max(exit_code(record.stop_reason, record.signal) for record in records.values())
 
 
 NOT_OF_JOBS = ("recipe", "adapters", "adapters_config", "schedule", "batch_tokens")
@@ -479,7 +418,7 @@ def run_protected(
         )
         return 1
     command = f"{program()} finetune --protected {shlex.quote(str(path))} --resume"
-    code = report_run(record.run, command, str(record.adapter))
+    code = report({None: record.run}, command, str(record.adapter))
     cleanup = record.cleanup
     wiped = "all that can be overwritten was" if cleanup["complete"] else f"not all: {cleanup['not_wiped'][0]}"
     line("cleanup", f"{wiped}; cleanup.json lists what was, and what cannot be")
@@ -490,7 +429,7 @@ def run_protected(
 
 
 @contextmanager
-def _watched(job: FinetuneJob) -> Iterator[Events]:
+def _watched(job: Job[Any]) -> Iterator[Events]:
     from wgpu_lora.cli.run_summary import describe
 
     describe(job)

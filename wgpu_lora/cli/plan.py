@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from wgpu_lora.cli import parameters
 from wgpu_lora.cli.console import console, line, print_json, table
-from wgpu_lora.cli.finetune import Adapters, AdaptersConfig, BatchTokens, Schedule
+from wgpu_lora.cli.finetune import Adapters, AdaptersConfig, BatchTokens, Schedule, job_of
 from wgpu_lora.cli.parameters import Json
 from wgpu_lora.cli.run_summary import (
     describe_model,
@@ -25,7 +24,6 @@ from wgpu_lora.text import duration
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:
-    from wgpu_lora.train.finetune import Job
     from wgpu_lora.train.time_estimate import Projection
 
 
@@ -62,7 +60,7 @@ def plan(
     if price_per_hour is not None and not measure:
         raise UserError("--price-per-hour does nothing without --measure: give both.")
     pipeline = bool(adapters or adapters_config)
-    job = job_of(args, adapters, adapters_config, schedule, batch_tokens, shape)
+    job = job_of(args, adapters, adapters_config, schedule, batch_tokens, planning=True, shape=shape)
     session, memory = job.session, job.session.memory()
     budget = budget_bytes(session.device.info, args.budget())
     available = budget.bytes
@@ -132,32 +130,6 @@ def plan(
     if projection:
         show_projection(projection, price_per_hour)
     return 0
-
-
-def job_of(
-    args: TrainingArguments,
-    pairs: list[str] | None,
-    config: Path | None,
-    schedule: str,
-    batch_tokens: int | None,
-    shape: str | None,
-) -> Job[Any]:
-    """The job of a run that is not started."""
-    from wgpu_lora.train.finetune import prepare_job, prepare_shape_job
-
-    if shape:
-        if pairs or config:
-            raise UserError("--shape plans one adapter: leave out --adapters and --adapters-config.")
-
-        return prepare_shape_job(shape, args)
-    if not (pairs or config):
-        from wgpu_lora.train.finetune import prepare_job
-
-        return prepare_job(args, planning=True)
-    from wgpu_lora.train.adapter_tasks import named_tasks
-    from wgpu_lora.train.pipeline import prepare_pipeline
-
-    return prepare_pipeline(args, named_tasks(pairs or [], config), schedule, batch_tokens, planning=True)
 
 
 Measure = Annotated[bool, typer.Option("--measure", help="Take a few steps, and project the time of the run.")]

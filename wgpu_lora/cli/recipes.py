@@ -25,7 +25,7 @@ from wgpu_lora.text import count_noun, duration
 if TYPE_CHECKING:
     from wgpu_lora.chain.chain_file import Chain
     from wgpu_lora.chain.chain_run import StageStatus
-    from wgpu_lora.train.finetune import FinetuneJob
+    from wgpu_lora.train.job import Job
 
 
 def run_chain(
@@ -122,7 +122,7 @@ class _ChainProgress(ChainWatch):
         with Bar(text, total) as bar:
             yield TensorBar(bar)
 
-    def training(self, job: FinetuneJob) -> AbstractContextManager[Events]:
+    def training(self, job: Job[Any]) -> AbstractContextManager[Events]:
         from wgpu_lora.cli.finetune import TrainingProgress
         from wgpu_lora.cli.run_summary import describe
 
@@ -130,9 +130,9 @@ class _ChainProgress(ChainWatch):
         return TrainingProgress(job)
 
     def trained(self, record: Any) -> None:
-        from wgpu_lora.cli.finetune import report_run
+        from wgpu_lora.cli.finetune import report
 
-        report_run(record, command="")
+        report({None: record}, command="")
 
     def note_line(self, label: str, text: str) -> None:
         self._close()

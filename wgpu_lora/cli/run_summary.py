@@ -19,7 +19,7 @@ from wgpu_lora.weights.base_formats import GGUF
 if TYPE_CHECKING:
     from wgpu_lora.infer.exact_match import Comparison
     from wgpu_lora.models.loaded_model import LoadedModel
-    from wgpu_lora.train.finetune import FinetuneJob, Job
+    from wgpu_lora.train.job import Job
     from wgpu_lora.train.memory import MemoryPlan
     from wgpu_lora.train.options.training_arguments import TrainingArguments
     from wgpu_lora.train.run.adapter_run import AdapterRun
@@ -187,10 +187,35 @@ def losses(directory: Path, trained: float | None, before: float | None, heldout
     return [*([] if first_and_last(lines, "reward") else texts), *achievements(lines)]
 
 
+def describe_end(record: RunRecord, adapter: str | None) -> str:
+    """How a run ended, with its losses, and where its adapter is: in its directory, or at `adapter`."""
+    from wgpu_lora.train.run.stop_reasons import STOP_TEXT
+
+    state, reason, output = record.state, record.stop_reason, record.directory
+    timed = reason == "target seconds"  # its number of steps is only known at the end
+    count = count_noun(state.step, "step") if timed else f"{state.step:,} of {count_noun(state.total_steps, 'step')}"
+    seconds = state.elapsed_seconds if record.options.target_seconds else state.seconds
+    why = f"{count} in {seconds:,.1f} s ({STOP_TEXT[reason]})"
+    summary = losses(output, state.last_loss, state.first_eval_loss, state.trained_eval_loss)
+    scales = record.options.train == "quant-scales"
+    where = f"the models are in {output}/last-f16 and others" if scales else f"the adapter is in {adapter or output}"
+    return "; ".join([why, *summary, where])
+
+
+def describe_best(record: RunRecord, adapter: str | None) -> str:
+    """Where the best adapter is, if it is not the last; else ''. adapter: as for `describe_end`."""
+    state, output = record.state, record.directory
+    if not state.best_step or state.best_step >= state.step:
+        return ""
+    place, noun = ("best-f16", "model") if record.options.train == "quant-scales" else ("best", "adapter")
+    where = f"{output / place}.tar.age" if adapter else output / place
+    return f"{where} has the best {noun}: held-out loss {state.best_eval_loss:.4f} after step {state.best_step:,}"
+
+
 SHOWN = 3  # answers beside the rows' own
 
 
-def describe_answers(job: FinetuneJob, record: RunRecord, count: int) -> None:
+def describe_answers(job: Job[Any], record: RunRecord, count: int) -> None:
     """Show greedy answers to held-out rows beside the rows' own, if these are examples, and how many are equal.
 
     count: rows that are answered; 0 for none.

@@ -12,7 +12,7 @@ from wgpu_lora.events import Evaluating, Events, Tuning
 from wgpu_lora.text import count_noun, duration
 
 if TYPE_CHECKING:
-    from wgpu_lora.train.finetune import Job
+    from wgpu_lora.train.job import Job
 
 
 def describe_tuning(job: Job[Any]) -> None:

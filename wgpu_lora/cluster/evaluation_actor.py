@@ -24,9 +24,10 @@ from wgpu_lora.events import Evaluating, Events
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
-from wgpu_lora.train.finetune import prepare_run, with_demo_data, with_stored_dtype
 from wgpu_lora.train.objective_eval import evaluate_objective
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.prepare_job import with_demo_data, with_stored_dtype
+from wgpu_lora.train.prepare_run import prepare_run
 from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.adapter_run import AdapterRun
 from wgpu_lora.train.run.run_checkpoint import LAST, STEPS

@@ -13,7 +13,7 @@ from wgpu_lora.cluster.messages import StoredFile, Task
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.locks import OutputInUse, locked
 from wgpu_lora.train.adapter_tasks import check_directories_apart
-from wgpu_lora.train.run.pipeline_state import MEMBER
+from wgpu_lora.train.run.multi_adapter_state import MEMBER
 
 OPTION = "--output"  # in messages
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.cluster.cluster_paths import ADAPTERS, PIPELINE
 from wgpu_lora.cluster.messages import StoredFile
-from wgpu_lora.train.finetune import LOCK
+from wgpu_lora.train.job import LOCK
 from wgpu_lora.train.run import run_checkpoint
-from wgpu_lora.train.run.pipeline_state import read_pipeline_state
+from wgpu_lora.train.run.multi_adapter_state import read_multi_adapter_state
 from wgpu_lora.train.run.run_state import STATE, read_state
 
 KEPT = 2  # checkpoints of a run that goes on: a ruined adapter falls back to the one before the newest
@@ -41,7 +41,7 @@ class UnitFiles:
     def steps(self) -> dict[str, int]:
         """The step that each task would be resumed from. Raises UserError if a checkpoint is damaged."""
         if (self.directory / PIPELINE / STATE).is_file():
-            return read_pipeline_state(self.directory / PIPELINE).steps
+            return read_multi_adapter_state(self.directory / PIPELINE).steps
         newest = {root.name: run_checkpoint.latest_checkpoint(root) for root in self._roots()[1:]}
         return {name: read_state(place)[0].step for name, place in newest.items() if place}
 

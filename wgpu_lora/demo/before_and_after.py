@@ -12,7 +12,8 @@ from wgpu_lora.atomic import numbered, write_bytes_atomic
 from wgpu_lora.demo.tasks import CheckedAnswer, Functions, Orders, Task
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.train.finetune import FinetuneJob, prepare_job
+from wgpu_lora.train.job import Job
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.resolve_options import find_recipe, resolve_options
 from wgpu_lora.train.run.records import RunRecord
 
@@ -55,7 +56,7 @@ class _AnswerCounter(Events):
 class Comparison:
     """A prepared run of the demo, and the results before and after it."""
 
-    job: FinetuneJob
+    job: Job[Any]
     model: LoadedModel
     recipe: Path
     task: Task

@@ -21,8 +21,8 @@ from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.proof.watched_workers import Children
 from wgpu_lora.text import count_noun
 from wgpu_lora.tokenizer.examples import Conversation, Example, Tokens
-from wgpu_lora.train.finetune import with_demo_data
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.prepare_job import with_demo_data
 from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.records import RUN, RunRecord
 from wgpu_lora.train.run.training_log import LOG, read_log

@@ -32,9 +32,10 @@ from wgpu_lora.memory_leases.ledger import device_key
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.ops.loss import sum_by_slot
 from wgpu_lora.ops.matmul import matmul_nt
-from wgpu_lora.train.finetune import prepare_job, prepare_run
 from wgpu_lora.train.objectives.objective import Group
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.prepare_job import prepare_job
+from wgpu_lora.train.prepare_run import prepare_run
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.train.session.batch import Batch
 from wgpu_lora.train.session.session import Session

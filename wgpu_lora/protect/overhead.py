@@ -31,8 +31,8 @@ from wgpu_lora.protect.runs.protected_run import finetune_protected
 from wgpu_lora.protect.sealed.keys import new_data_key, new_signing_key
 from wgpu_lora.protect.sealed.sealed_files import seal_path
 from wgpu_lora.text import count_noun
-from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.records import RunRecord
 
 STABILITY: dict[str, Any] = {"compute_dtype": "bf16", "learning_rate": 5e-5, "max_grad_norm": 1.0}  # as published

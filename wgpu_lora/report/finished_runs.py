@@ -17,7 +17,7 @@ from wgpu_lora.locks import is_directory
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.text import escape_unprintable
 from wgpu_lora.train.adapter_tasks import tasks_of_request
-from wgpu_lora.train.run.pipeline_state import MEMBER, home_of, read_pipeline_state
+from wgpu_lora.train.run.multi_adapter_state import MEMBER, home_of, read_multi_adapter_state
 from wgpu_lora.train.run.records import PIPELINE, RUN, RunRecord
 from wgpu_lora.train.run.run_state import STATE
 from wgpu_lora.train.run.training_log import COMPLETIONS, LOG, completion_entry, read_log
@@ -183,7 +183,7 @@ def directories_of(directory: Path) -> list[Path]:
 
 def _members(pipeline: Path) -> list[Path]:
     """The adapters' directories. Raises UserError if the pipeline's record is damaged."""
-    return [Path(task.checkpoint) for task in tasks_of_request(read_pipeline_state(pipeline).request, pipeline)]
+    return [Path(task.checkpoint) for task in tasks_of_request(read_multi_adapter_state(pipeline).request, pipeline)]
 
 
 def nothing_in(directory: Path) -> UserError:

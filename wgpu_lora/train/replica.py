@@ -15,9 +15,12 @@ from wgpu_lora.memory_leases import budget_bytes, claim
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.data_parallel import gradient_messages
 from wgpu_lora.train.data_parallel.leader import StepPart, check_shared
-from wgpu_lora.train.finetune import FinetuneJob, prepare_run, prepare_session, with_stored_dtype
+from wgpu_lora.train.job import Job
 from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.options.training_arguments import LENGTH_OPTIONS, TrainingArguments
+from wgpu_lora.train.prepare_job import with_stored_dtype
+from wgpu_lora.train.prepare_run import prepare_run
+from wgpu_lora.train.prepare_session import prepare_session
 from wgpu_lora.train.run.adapter_run import AdapterRun
 from wgpu_lora.train.session.data_stream import Step
 from wgpu_lora.train.session.session import Session
@@ -38,7 +41,7 @@ SAME = {
 
 def prepare_worker(
     args: TrainingArguments, model: LoadedModel | None = None, rows: Mapping[str, Source] | None = None
-) -> FinetuneJob:
+) -> Job[Any]:
     """A job that `serve_gradients` uses, of the same options as the leader's; it writes nothing and holds out no rows.
 
     Raises:
@@ -52,11 +55,11 @@ def prepare_worker(
 
     check_shared(args)
     session = prepare_session(model, [run], batch_tokens=run.stream.buckets()[-1])
-    return FinetuneJob(session, [run], lambda changes: session.memory().peak_device_bytes)  # no option may differ here
+    return Job(session, [run], lambda changes: session.memory().peak_device_bytes)  # no option may differ here
 
 
 @contextmanager
-def serve_gradients(job: FinetuneJob, events: Events = SILENT, code: str = "") -> Iterator[DataParallelWorker]:
+def serve_gradients(job: Job[Any], events: Events = SILENT, code: str = "") -> Iterator[DataParallelWorker]:
     """Loads the model and what else a step needs; yields who computes parts.
 
     code: digest of the package's code.

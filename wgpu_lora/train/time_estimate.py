@@ -16,7 +16,7 @@ from wgpu_lora.events import SILENT, Events
 from wgpu_lora.memory_leases import budget_bytes, claim
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.train.data_statistics import padded_tokens
-from wgpu_lora.train.finetune import Job
+from wgpu_lora.train.job import Job
 from wgpu_lora.train.objectives.objective import Group
 from wgpu_lora.train.session.data_stream import Step
 from wgpu_lora.train.session.optimizer_update import SlotUpdate

@@ -30,9 +30,10 @@ from wgpu_lora.names.spelling import flag
 from wgpu_lora.ops.attention import BLOCK
 from wgpu_lora.tokenizer.chat_template import TemplateError
 from wgpu_lora.tokenizer.tokenizer import TEMPLATE, Tokenizer
-from wgpu_lora.train.finetune import trainable_for, trainable_parameters
 from wgpu_lora.train.optimizers.adamw import Hyper
 from wgpu_lora.train.options.training_arguments import ROWS_PER_BATCH, TrainingArguments
+from wgpu_lora.train.prepare_run import trainable_for
+from wgpu_lora.train.prepare_session import trainable_parameters
 from wgpu_lora.train.run.run_outcome import FEW as FEW_STEPS
 from wgpu_lora.train.run.trained_weights import TrainableAdapter, adapter_tensors
 from wgpu_lora.train.session.batch import Batch

@@ -35,7 +35,7 @@ OPTIONS = {
 }
 ALONE = """
 import json, sys
-from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 for options in json.loads(sys.argv[1]):
     prepare_job(TrainingArguments(**options)).train()

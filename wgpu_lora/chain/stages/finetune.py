@@ -81,7 +81,7 @@ class Finetune(Stage):
             yield from model_files(args.teacher, download)
 
     def run(self, output: Path, watch: Watch, resuming: bool) -> None:
-        from wgpu_lora.train.finetune import prepare_job
+        from wgpu_lora.train.prepare_job import prepare_job
         from wgpu_lora.train.run import run_checkpoint
         from wgpu_lora.train.run.stop_reasons import exit_code
 

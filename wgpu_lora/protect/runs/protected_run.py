@@ -31,7 +31,8 @@ from wgpu_lora.protect.sealed.age_streams import unseal_bytes
 from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys
 from wgpu_lora.signals import on_end_signal
 from wgpu_lora.text import count_noun
-from wgpu_lora.train.finetune import FinetuneJob, locked, prepare_job
+from wgpu_lora.train.job import Job, locked
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.train.run.resume import check_output_free
@@ -40,7 +41,7 @@ LOCK = ".session.lock"  # beside that of training, which begins later
 SIGNING_KEY = "the session's signing key, which signs this record; it is dropped, and overwritten by OpenSSL, after it"
 DROPPED = "adapters and checkpoints that were opened or made, in immutable bytes, which are dropped"
 BASE = "the base model's weights, which are not secret"
-Watch = Callable[[FinetuneJob], AbstractContextManager[Events]]
+Watch = Callable[[Job[Any]], AbstractContextManager[Events]]
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def _check_beside(session: Session) -> None:
             raise UserError(f"{path} has changed since it was attested: start again when nobody writes to it.")
 
 
-def _check_limits(session: Session, prepared: FinetuneJob, rows: int, trained: int) -> None:
+def _check_limits(session: Session, prepared: Job[Any], rows: int, trained: int) -> None:
     """Raise UserError unless a run keeps to the limits of its release.
 
     Args:

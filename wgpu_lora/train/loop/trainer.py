@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,13 +15,14 @@ from wgpu_lora.data import pack
 from wgpu_lora.events import Events
 from wgpu_lora.signals import Stopped, on_end_signal, stoppable
 from wgpu_lora.train.data_parallel.leader import DataParallelLeader
-from wgpu_lora.train.loop.slot_policy import Policy, Synchronized
+from wgpu_lora.train.loop.slot_policy import Policy, Synchronized, policy_state
 from wgpu_lora.train.loop.slot_progress import CHECKPOINT, SlotProgress
 from wgpu_lora.train.objectives.objective import Group
 from wgpu_lora.train.run.adapter_run import AdapterRun
 from wgpu_lora.train.run.disk_space import FULL, release
+from wgpu_lora.train.run.multi_adapter_run import MultiAdapterRun
 from wgpu_lora.train.run.records import RunRecord
-from wgpu_lora.train.run.stop_reasons import FINISHED, Requests
+from wgpu_lora.train.run.stop_reasons import FINISHED, RESUMABLE, Requests
 from wgpu_lora.train.session.session import Session
 
 T = TypeVar("T")
@@ -30,13 +31,14 @@ SAVING_SHARE = 0.01  # of the time
 
 @dataclass
 class Trainer:
-    """Trains every slot of a session until it ends, and saves the checkpoints of a single run.
+    """Trains every slot of a session until it ends, and saves checkpoints.
 
     Attributes:
         step: steps of the session, by any slot.
         signal: name of the signal that interrupted training.
         records: of the runs that have ended, by slot.
-        sharing: helpers that compute parts of the steps of a single run.
+        sharing: replicas that compute parts of the steps of a single run.
+        shared: the state and the record of several adapters, whose checkpoints are saved together.
         requests: which slots to end while the others go on.
     """
 
@@ -48,6 +50,7 @@ class Trainer:
     signal: str | None = None
     records: dict[int, RunRecord] = field(default_factory=dict)
     sharing: DataParallelLeader | None = None
+    shared: MultiAdapterRun | None = None
     requests: Requests = field(default_factory=Requests)
     _stop: threading.Event = field(default_factory=threading.Event)
     _stopped_by_events: bool = False  # whether `events.step` stopped it
@@ -56,6 +59,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.all = [SlotProgress(run, self.session, self.policy.eval_steps, events=self.events) for run in self.runs]
+        if self.shared:
+            self.step = self.shared.state.step
 
     def train(self) -> dict[int, RunRecord]:
         """Train to the end and write all results; returns `records`.
@@ -65,6 +70,7 @@ class Trainer:
                 if the disk is full, the last step is saved in the space that was reserved.
         """
         with self._signals():  # to the end, so that a second Ctrl-C does not prevent saving
+            self._end_earlier()
             self._measure_start()
             for progress in self.all:
                 if not progress.ended and progress.resume_step():
@@ -83,11 +89,11 @@ class Trainer:
                     self._train_step(live)
             return self.records
 
-    def end(self, reasons: Mapping[str, str]) -> None:
-        """End slots, by name, that had ended before this run was interrupted."""
+    def _end_earlier(self) -> None:
+        """End slots that had ended before the run was interrupted."""
+        ended = self.shared.state.ended if self.shared else {}
         for progress in self.all:
-            reason = reasons.get(progress.run.adapter_name)
-            if reason:
+            if ended and (reason := ended.get(progress.run.adapter_name)):
                 progress.ended = reason
                 self.records[progress.run.slot] = progress.run.finish(self.session, reason)
                 self.events.retired(reason, progress.run.name)
@@ -158,16 +164,20 @@ class Trainer:
             self._save_time = time.monotonic()
 
     def save(self) -> None:
-        """Save the checkpoint that the run is resumed from."""
-        if self.runs[0].state.step or self.interrupted:
+        """Save the checkpoints that the runs are resumed from."""
+        if self.shared:
+            ended = {p.run.adapter_name: p.ended for p in self.all if p.ended and p.ended not in RESUMABLE}
+            self.shared.save(self.session, self.runs, self.step, policy_state(self.policy), ended, self.events)
+        elif self.runs[0].state.step or self.interrupted:
             self.runs[0].save(self.session, self.events)
 
     def save_due(self) -> bool:
         """Whether to save after this step."""
+        if self.shared:
+            interval = self.runs[0].args.save_steps
+            first_best = not self.shared.state.steps and any(run.state.best_step for run in self.runs)  # only best/ yet
+            return first_best or self.overdue() or (bool(interval) and self.step % interval == 0)
         return self.all[0].checkpoint_due(self.overdue())
-
-    def save_epoch(self, run: AdapterRun, number: int) -> None:
-        """Called after the last step of an epoch, numbered from 1; a single run's checkpoints are saved by step."""
 
     def overdue(self) -> bool:
         """Whether a checkpoint is due by --save-minutes, and the last one took at most SAVING_SHARE of the time."""
@@ -219,8 +229,8 @@ class Trainer:
         if self.events.step(result) is True:
             self._stopped_by_events = True
             self._stop.set()
-        if progress.epoch_done:
-            self._write(partial(self.save_epoch, progress.run, progress.epoch_done))
+        if progress.epoch_done and self.shared:  # a single run's checkpoints are saved by step
+            self._write(partial(progress.run.save_epoch, self.session, progress.epoch_done))
 
     def _retire(self, reasons: dict[int, str]) -> None:
         """End slots: save checkpoints, then write the results."""

@@ -21,7 +21,7 @@ from wgpu_lora.train.options.training_arguments import (
 )
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.checkpoint_store import EVIDENCE, PLAIN_FILES, CheckpointStore
-from wgpu_lora.train.run.pipeline_state import MEMBER, home_of, read_pipeline_state
+from wgpu_lora.train.run.multi_adapter_state import MEMBER, home_of, read_multi_adapter_state
 from wgpu_lora.train.run.records import PIPELINE, RUN, check_registered
 from wgpu_lora.train.run.run_state import STATE, RunState, step_budget
 from wgpu_lora.train.session.data_stream import DataStream
@@ -39,7 +39,7 @@ def resumed_options(explicit: Mapping[str, Any], directory: Path, where: str) ->
     """
     home = home_of(directory)
     if home:
-        request = read_pipeline_state(home).request
+        request = read_multi_adapter_state(home).request
         return merge_resumed_options(explicit, request.get("options"), request.get("directory"), home, where)
     newest = run_checkpoint.latest_checkpoint(directory)
     if newest is None:

@@ -22,10 +22,11 @@ from wgpu_lora.names.spelling import flag
 from wgpu_lora.track.trackers import check_libraries
 from wgpu_lora.train.adapter_tasks import split_options
 from wgpu_lora.train.data_parallel.leader import check_shared
-from wgpu_lora.train.finetune import Job, prepare_job, prepare_session
+from wgpu_lora.train.job import Job
 from wgpu_lora.train.memory import RunRequirements
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.pipeline import prepare_pipeline
+from wgpu_lora.train.prepare_job import prepare_job, prepare_multi_adapter_job
+from wgpu_lora.train.prepare_session import prepare_session
 from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.adapter_run import AdapterRun
 from wgpu_lora.train.run.teacher_setup import cache_plans, caches_digest
@@ -149,7 +150,7 @@ class _Planner:
             )
             for task in tasks
         ]
-        job = prepare_pipeline(args, adapters, model=self._model(args), planning=True)
+        job = prepare_multi_adapter_job(args, adapters, model=self._model(args), planning=True)
         return needs_of(job, keys[0])
 
     def _read(self, task: Task, demo: bool = True) -> tuple[TrainingArguments, dict[str, Source]]:

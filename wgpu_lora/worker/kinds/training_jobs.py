@@ -15,10 +15,11 @@ from wgpu_lora.events import Events
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.adapter_tasks import named_apart
 from wgpu_lora.train.data_parallel.leader import DataParallelLeader
-from wgpu_lora.train.finetune import FinetuneJob, prepare_job, prepare_run, with_demo_data, with_stored_dtype
+from wgpu_lora.train.job import Job
 from wgpu_lora.train.options.typed_options import TrainingOptions
 from wgpu_lora.train.options.unused_options import unused_options
-from wgpu_lora.train.pipeline import PipelineJob, prepare_pipeline
+from wgpu_lora.train.prepare_job import prepare_job, prepare_multi_adapter_job, with_demo_data, with_stored_dtype
+from wgpu_lora.train.prepare_run import prepare_run
 from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.records import PipelineRecord, RunRecord
 from wgpu_lora.train.run.stop_reasons import STOP_TEXT, exit_code
@@ -49,7 +50,7 @@ def run_finetune(
 
 def prepare_finetune(
     options: dict[str, Any], where: str, recipe: str | None = None, leader: DataParallelLeader | None = None
-) -> tuple[FinetuneJob, Callable[[RunRecord], str]]:
+) -> tuple[Job[RunRecord], Callable[[RunRecord], str]]:
     """A job of options as JSON has them, and why its run ended, in words. leader: shares its steps with other devices.
 
     Raises:
@@ -90,7 +91,7 @@ def prepare_adapters(
     where: str,
     schedule: str = "synchronized",
     batch_tokens: int | None = None,
-) -> tuple[PipelineJob, Callable[[PipelineRecord], str]]:
+) -> tuple[Job[PipelineRecord], Callable[[PipelineRecord], str]]:
     """A pipeline of options as JSON has them, and why its adapters ended, in words. Raises UserError."""
     texts, shared = split_python_rows({name: path_as_text(value, name, where) for name, value in options.items()})
     tasks = [adapter_task(values, f"{where}: adapter {number}", shared) for number, values in enumerate(adapters, 1)]
@@ -100,7 +101,7 @@ def prepare_adapters(
     def text(record: PipelineRecord) -> str:
         return "; ".join(f"{adapter.name}: {STOP_TEXT[adapter.stop_reason]}" for adapter in record.adapters)
 
-    return prepare_pipeline(args, tasks, schedule, batch_tokens), text
+    return prepare_multi_adapter_job(args, tasks, schedule, batch_tokens), text
 
 
 def run_teacher_cache(

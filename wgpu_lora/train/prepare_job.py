@@ -1,101 +1,140 @@
-"""Several adapters on one frozen base model: a job with several slots, for the command line and Python."""
+"""From options to a job, of one adapter or of several, for the command line and Python."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import replace_directory
+import numpy as np
+
+from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
+from wgpu_lora.data import Source
+from wgpu_lora.data.memory_rows import SealedRows
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import Events
+from wgpu_lora.gpu.device import Device
 from wgpu_lora.memory_leases import budget_bytes
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.models.published_shapes import shape_config
+from wgpu_lora.models.synthetic_models import synthetic_model
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.paths import working_folder
 from wgpu_lora.track.trackers import check_libraries
 from wgpu_lora.train.adapter_tasks import AdapterTask, check_apart, named_apart, request_of
-from wgpu_lora.train.finetune import (
-    Job,
-    locked,
-    prepare_run,
-    prepare_session,
-    replan_run,
-    with_base_dtype,
-    with_stored_dtype,
-)
-from wgpu_lora.train.loop.slot_policy import POLICIES, make_policy, policy_state
-from wgpu_lora.train.loop.trainer import Trainer
+from wgpu_lora.train.data_parallel.leader import DataParallelLeader, check_shared
+from wgpu_lora.train.job import Job, distinct, locked
+from wgpu_lora.train.loop.slot_policy import POLICIES, make_policy
 from wgpu_lora.train.memory import check_adapters
-from wgpu_lora.train.options.training_arguments import CHANGEABLE_ON_RESUME, LENGTH_OPTIONS, TrainingArguments
-from wgpu_lora.train.run import run_checkpoint, training_log
-from wgpu_lora.train.run.adapter_run import AdapterRun, memory_of
-from wgpu_lora.train.run.pipeline_state import (
-    PipelineState,
+from wgpu_lora.train.options.training_arguments import (
+    CHANGEABLE_ON_RESUME,
+    LENGTH,
+    LENGTH_OPTIONS,
+    OUTPUT,
+    TrainingArguments,
+)
+from wgpu_lora.train.prepare_run import prepare_run, replan_run
+from wgpu_lora.train.prepare_session import prepare_session, with_base_dtype
+from wgpu_lora.train.run.adapter_run import AdapterRun
+from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore
+from wgpu_lora.train.run.multi_adapter_run import MultiAdapterRun, recover
+from wgpu_lora.train.run.multi_adapter_state import (
+    MultiAdapterState,
     difference,
     home_of,
-    link_members,
-    read_pipeline_state,
-    write_pipeline_state,
+    read_multi_adapter_state,
 )
-from wgpu_lora.train.run.records import AdapterLosses, AdapterRecord, PipelineRecord, RunRecord
+from wgpu_lora.train.run.records import PipelineRecord, RunRecord
 from wgpu_lora.train.run.resume import check_output_free
-from wgpu_lora.train.run.run_checkpoint import LAST, NEXT, remove_run, sweep_run
-from wgpu_lora.train.run.run_state import STATE, read_state
-from wgpu_lora.train.run.stop_reasons import FINISHED, OUTCOMES, RESUMABLE
+from wgpu_lora.train.run.run_checkpoint import sweep_run
+from wgpu_lora.train.run.run_state import STATE
+from wgpu_lora.train.run.stop_reasons import FINISHED, OUTCOMES
 from wgpu_lora.train.run.teacher_setup import with_template_date
 from wgpu_lora.train.run.trained_options import fit_length
+from wgpu_lora.train.session.session import Session
+from wgpu_lora.weights.base_formats import AUTO
 
 BATCH_TOKENS = 1024  # of a shared batch, if no adapter's own is larger: enough to fill a GPU
+SHAPE_ROWS, SHAPE_DATA = 64, "made-up rows"  # of a job of a shape
 
 
-@dataclass(repr=False)
-class PipelineJob(Job[PipelineRecord]):
-    """The runs of all adapters, in slots 0, 1, ...
+def with_demo_data(args: TrainingArguments) -> TrainingArguments:
+    """Fill in the demo model if none is given, and for it the demo's data."""
+    if args.data is None:
+        if args.model not in (None, "demo"):
+            raise UserError(
+                f"{flag('data')} is missing: give a file of rows, a folder with train.jsonl, or a Hugging Face dataset."
+            )
+        cached = args.teacher_cache and not args.eval_teacher_cache  # which has the training rows only
+        heldout = None if args.validation_split or cached else str(DEMO_HELDOUT)
+        args = replace(args, data=str(DEMO_TRAIN), eval_data=args.eval_data or heldout)
+    return replace(args, model=args.model or "demo", output=args.output or OUTPUT)
 
-    home: directory of the pipeline's record.
+
+def with_stored_dtype(args: TrainingArguments, model: LoadedModel) -> TrainingArguments:
+    """The options with the base format that the model has, and the type that its device computes the fastest in."""
+    keeps_format = args.base_dtype == AUTO or model.config.packed
+    if args.compute_dtype == AUTO:
+        args = replace(args, compute_dtype="f16" if model.device.capabilities.matrix else "f32")
+    return replace(args, base_dtype=model.decoder.base_dtype) if keeps_format else args
+
+
+def prepare_job(
+    args: TrainingArguments,
+    model: LoadedModel | None = None,
+    *,
+    planning: bool = False,
+    rows: Mapping[str, Source] | None = None,
+    storage: CheckpointStore = PLAIN_FILES,
+    sharing: DataParallelLeader | None = None,
+) -> Job[RunRecord]:
+    """Read the data and the model's files, and record the programs. Allocates nothing on the device.
+
+    Args:
+        model: an opened model to train on, instead of the one in the options.
+        planning: the job will not be run, so --output may be in use.
+        rows: rows from Python, by option (data or eval_data).
+        sharing: replicas on other devices, which compute parts of its steps.
+        storage: of the run's files.
+
+    Raises:
+        UserError: the data, the model, the options or the device are unsuitable.
     """
+    args = with_demo_data(args)
+    if not planning:
+        check_libraries(args.report_to)
+    if not (planning or args.resume):
+        check_output_free(args.directory, storage, args.overwrite)  # before reading data, and again under the lock
+    model = model or open_model(args.model or "demo", args.device, args.base_dtype)
+    args = with_stored_dtype(args, model)
+    check_adapters([args], model.config, budget_bytes(model.device.info, args.budget()))
+    run = prepare_run(args, model, rows=rows, storage=storage)
+    if sharing:
+        check_shared(run.args)
 
-    home: Path
-    schedule: str
-    batch_tokens: int
-    args: TrainingArguments
-    state: PipelineState
+    def tokens(runs: Sequence[AdapterRun]) -> int | None:
+        return runs[0].stream.buckets()[-1] if sharing else None
 
-    def directories(self) -> list[Path]:
-        return apart([*super().directories(), self.home])
-
-    def record_directory(self) -> Path:
-        return self.home
-
-    def newest_state(self) -> Path | None:
-        return self.home / STATE if (self.home / STATE).is_file() else None
-
-    def begin(self, events: Events) -> None:
-        if self.args.overwrite:
-            remove_run(self.home)
-
-    def finish(self, events: Events) -> PipelineRecord:
-        policy = make_policy(self.schedule, self.state.policy or None)
-        trainer = PipelineTrainer(
-            self.session,
-            self.runs,
-            events,
-            policy,
-            self.state.step,
-            requests=self.requests,
-            home=self.home,
-            state=self.state,
-        )
-        trainer.end(self.state.ended)
-        trainer.train()
-        return write_pipeline(self.home, trainer, self.args, self.schedule, self.batch_tokens)
+    return _job(model, [run], tokens, sharing=sharing)
 
 
-def prepare_pipeline(
+def _job(
+    model: LoadedModel, runs: Sequence[AdapterRun], tokens: Callable[[Sequence[AdapterRun]], int | None], **more: Any
+) -> Job[Any]:
+    """The job of prepared runs. tokens: maximum of a shared batch, given the runs. more: fields of Job."""
+
+    def session(runs: Sequence[AdapterRun]) -> Session:
+        return prepare_session(with_base_dtype(model, runs[0].args.base_dtype), runs, batch_tokens=tokens(runs))
+
+    def replan(changes: Mapping[str, Any]) -> int:
+        return session([replan_run(run, changes) for run in runs]).memory().peak_device_bytes
+
+    return Job(session(runs), runs, replan, **more)
+
+
+def prepare_multi_adapter_job(
     args: TrainingArguments,
     tasks: Sequence[AdapterTask],
     schedule: str = "synchronized",
@@ -103,7 +142,7 @@ def prepare_pipeline(
     model: LoadedModel | None = None,
     *,
     planning: bool = False,
-) -> PipelineJob:
+) -> Job[PipelineRecord]:
     """Read every adapter's data and the model's files, and record the programs. Allocates nothing on the device.
 
     Args:
@@ -123,11 +162,11 @@ def prepare_pipeline(
         check_libraries(args.report_to)
     home = _home(args, tasks)
     per_task = [task.arguments(args) for task in tasks]
-    state = PipelineState()
+    state = MultiAdapterState()
     if args.resume:
         state = _recovered(home, tasks)
     elif not planning:
-        for directory in apart([home, *(Path(task.checkpoint) for task in tasks)]):
+        for directory in distinct([home, *(Path(task.checkpoint) for task in tasks)]):
             check_output_free(directory, overwrite=args.overwrite)
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
     args = with_template_date(with_stored_dtype(args, model), model)
@@ -178,18 +217,28 @@ def prepare_pipeline(
     }
     state.request = {**requested, "adapters": request_of(tasks, home)}
 
-    def replan(changes: Mapping[str, Any]) -> int:
-        new_runs = [replan_run(run, changes) for run in runs]
-        new_tokens = _batch_tokens(new_runs, schedule, batch_tokens)
-        return (
-            prepare_session(with_base_dtype(model, new_runs[0].args.base_dtype), new_runs, batch_tokens=new_tokens)
-            .memory()
-            .peak_device_bytes
-        )
+    shared = MultiAdapterRun(home, schedule, tokens, args, state)
+    return _job(model, runs, lambda runs: _batch_tokens(runs, schedule, batch_tokens), shared=shared)
 
-    return PipelineJob(
-        prepare_session(model, runs, batch_tokens=tokens), runs, replan, home, schedule, tokens, args, state
-    )
+
+def prepare_shape_job(shape: str, args: TrainingArguments) -> Job[RunRecord]:
+    """Prepare a job for a model of a published shape with random weights, whose rows are as long as they may be.
+
+    Allocates nothing on the device.
+
+    Raises:
+        UserError: the shape is not known, a model or data are given, or the options do not suit it.
+    """
+    for name in ("model", "data", "eval_data"):
+        if getattr(args, name) is not None:
+            raise UserError(f"{flag(name)} and {flag('shape')} exclude each other: leave one of them out.")
+    config = shape_config(shape)
+    model = synthetic_model(config, Device(args.device), args.base_dtype, shape)
+    length = args.max_length or min(LENGTH, config.max_position_embeddings)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (SHAPE_ROWS, length))
+    content = "".join(json.dumps({"input_ids": row, "labels": row}) + "\n" for row in tokens.tolist())
+    source = SealedRows(bytearray(content.encode()), SHAPE_DATA, "")
+    return prepare_job(replace(args, model=shape, data=SHAPE_DATA), model, planning=True, rows={"data": source})
 
 
 def _home(args: TrainingArguments, tasks: Sequence[AdapterTask]) -> Path:
@@ -197,11 +246,6 @@ def _home(args: TrainingArguments, tasks: Sequence[AdapterTask]) -> Path:
     first = Path(tasks[0].checkpoint)
     directory = args.directory if args.output else first
     return (home_of(directory) or directory) if args.resume else directory
-
-
-def apart(directories: Sequence[Path]) -> list[Path]:
-    """The directories, without duplicates."""
-    return list({directory.resolve(): directory for directory in directories}.values())
 
 
 def _check(args: TrainingArguments, tasks: Sequence[AdapterTask], schedule: str, batch_tokens: int | None) -> None:
@@ -259,8 +303,8 @@ def _fixed(args: TrainingArguments) -> dict[str, Any]:
     return {k: v for k, v in args.as_dict().items() if k not in CHANGEABLE_ON_RESUME and k not in LENGTH_OPTIONS}
 
 
-def _recovered(home: Path, tasks: Sequence[AdapterTask]) -> PipelineState:
-    state = read_pipeline_state(home)
+def _recovered(home: Path, tasks: Sequence[AdapterTask]) -> MultiAdapterState:
+    state = read_multi_adapter_state(home)
     directories = {task.name: Path(task.checkpoint) for task in tasks}
     missing = [name for name in state.steps if name not in directories]
     if missing:
@@ -269,103 +313,8 @@ def _recovered(home: Path, tasks: Sequence[AdapterTask]) -> PipelineState:
             f"{setting('output', str(home))} without any."
         )
     with ExitStack() as stack:
-        for directory in apart([*(directories[name] for name in state.steps), home]):
+        for directory in distinct([*(directories[name] for name in state.steps), home]):
             stack.enter_context(locked(directory))
         sweep_run(home)
         recover(state, directories)
     return state
-
-
-def recover(state: PipelineState, directories: Mapping[str, Path]) -> None:
-    """Bring every adapter's `last` to the step in the pipeline's state; directories: by name, locked.
-
-    Raises:
-        UserError: an adapter's checkpoint is missing, damaged, or of another step.
-    """
-    for name, step in state.steps.items():
-        run_checkpoint.sweep_run(directories[name])
-        last, following = directories[name] / LAST, directories[name] / NEXT
-        if (
-            following.is_dir()
-            and not run_checkpoint.checkpoint_damage(following)
-            and read_state(following)[0].step == step
-        ):
-            replace_directory(following, last)
-        if not last.is_dir() or run_checkpoint.check(last)[0].step != step:
-            raise UserError(
-                f"Adapter '{name}' has no checkpoint of step {step} in {directories[name]}: restore the directory that "
-                "the pipeline wrote, or give its new path."
-            )
-        shutil.rmtree(following, ignore_errors=True)
-
-
-@dataclass
-class PipelineTrainer(Trainer):
-    """Saves the checkpoints of all slots together. home: directory of the pipeline's `state`."""
-
-    home: Path = field(kw_only=True)
-    state: PipelineState = field(kw_only=True)
-
-    def save_due(self) -> bool:
-        first_best = not self.state.steps and any(run.state.best_step for run in self.runs)  # best/ has no others
-        interval = self.runs[0].args.save_steps
-        return first_best or self.overdue() or (bool(interval) and self.step % interval == 0)
-
-    def save_epoch(self, run: AdapterRun, number: int) -> None:
-        run.save_epoch(self.session, number)
-
-    def save(self) -> None:
-        state = replace(
-            self.state,
-            step=self.step,
-            policy=policy_state(self.policy),
-            steps={run.adapter_name: run.state.step for run in self.runs},
-            ended={p.run.adapter_name: p.ended for p in self.all if p.ended and p.ended not in RESUMABLE},
-        )
-        moved = [run for run in self.runs if self.state.steps.get(run.adapter_name) != run.state.step]
-        for run in moved:
-            run.write_checkpoint(self.session, run.directory / NEXT)
-        write_pipeline_state(self.home, state)
-        link_members(self.home, (run.directory for run in self.runs))
-        for run in moved:
-            replace_directory(run.directory / NEXT, run.directory / LAST)
-            self.events.saved(run.directory / LAST, run.state.step, run.adapter_name)
-        self.state = state
-
-
-def write_pipeline(
-    directory: Path, trainer: Trainer, args: TrainingArguments, schedule: str, batch_tokens: int
-) -> PipelineRecord:
-    """Write pipeline.json; returns its contents."""
-    session = trainer.session
-    record = PipelineRecord(
-        step=trainer.step,
-        signal=trainer.signal,
-        schedule=schedule,
-        batch_tokens=batch_tokens,
-        options=args,
-        adapters=[_adapter_record(run, trainer.records[run.slot]) for run in trainer.runs],
-        memory=memory_of(session),
-        environment=training_log.environment(session.device),
-    )
-    record.write(directory)
-    return record
-
-
-def _adapter_record(run: AdapterRun, record: RunRecord) -> AdapterRecord:
-    state = record.state
-    return AdapterRecord(
-        slot=run.slot,
-        name=run.adapter_name,
-        data=record.data,
-        checkpoint=str(run.directory),
-        stop_reason=record.stop_reason,
-        step=state.step,
-        total_steps=state.total_steps,
-        tokens=state.tokens,
-        seconds=state.seconds,
-        losses=AdapterLosses(state.last_loss, state.first_eval_loss, state.last_eval_loss, state.best_eval_loss),
-        trainable_parameters=record.trainable_parameters,
-        adapter_sha256=record.adapter_sha256,
-        warnings=record.warnings,
-    )

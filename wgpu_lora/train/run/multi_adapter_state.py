@@ -1,6 +1,6 @@
-"""The state of a pipeline, and where its record is: in --output if given, else with the first adapter.
+"""The state of several adapters that train together, and where it is: in --output if given, else with the first.
 
-Every other adapter's directory has a small file that points there, so that the pipeline is found from any of them.
+Every other adapter's directory has a small file that points there, so that the state is found from any of them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MEMBER = "member.json"
 
 
 @dataclass
-class PipelineState:
-    """The state of a pipeline: its steps, its policy's state and, by name, each adapter's steps and why it ended.
+class MultiAdapterState:
+    """The state of several adapters: their steps, its policy's state and, by name, each one's steps and why it ended.
 
     request: the options, schedule, batch_tokens and working directory, and the adapters, whose checkpoints are
         relative to the record.
@@ -66,14 +66,14 @@ def link_members(home: Path, members: Iterable[Path]) -> None:
             write_bytes_atomic(member / MEMBER, (to_json(content) + "\n").encode())
 
 
-def write_pipeline_state(directory: Path, state: PipelineState) -> None:
+def write_multi_adapter_state(directory: Path, state: MultiAdapterState) -> None:
     """Replace the state, with its SHA-256."""
     values = vars(state)
     text = to_json({"schema": SCHEMA, "sha256": _digest(values), "state": values}, indent=1)
     write_bytes_atomic(directory / STATE, (text + "\n").encode())
 
 
-def read_pipeline_state(directory: Path) -> PipelineState:
+def read_multi_adapter_state(directory: Path) -> MultiAdapterState:
     """Read the state. Raises UserError if it is missing, damaged, or from a newer version."""
     path = directory / STATE
     if not path.is_file():
@@ -90,7 +90,7 @@ def read_pipeline_state(directory: Path) -> PipelineState:
     values = result.get("state")
     if not isinstance(values, dict) or result.get("sha256") != _digest(values) or not _is_state(values):
         raise UserError(f"The pipeline's state {path} is damaged: {advice}.")
-    return PipelineState(**values)
+    return MultiAdapterState(**values)
 
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -114,9 +114,9 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 def _is_state(values: Mapping[str, Any]) -> bool:
     try:
-        request = typed(PipelineState, values, unknown="refuse").request
+        request = typed(MultiAdapterState, values, unknown="refuse").request
     except ValueError:
         return False
     kinds = {"options": dict, "schedule": str, "batch_tokens": int, "directory": str, "adapters": list}
-    complete = set(values) == {f.name for f in fields(PipelineState)}
+    complete = set(values) == {f.name for f in fields(MultiAdapterState)}
     return complete and all(isinstance(request.get(name), kind) for name, kind in kinds.items())
