@@ -306,8 +306,8 @@ class TrainingProgress(StartupProgress):
 
         table = RichTable(box=None, pad_edge=False)
         table.add_column("adapter")
-        for name in COLUMNS:
-            table.add_column(name, justify="right")
+        for column in COLUMNS:
+            table.add_column(column, justify="right")
         steps = {name: row.result.step if row.result else row.run.state.step for name, row in self._rows.items()}
         for name, row in self._rows.items():
             result, share = row.result, f"{steps[name] / max(1, sum(steps.values())):.0%}"
