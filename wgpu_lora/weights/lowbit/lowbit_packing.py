@@ -134,7 +134,6 @@ def record_fit(
     *,
     group: int,
     bits: int,
-    rounds: int = ROUNDS,
 ) -> None:
     """Records the fit of `table` f32 [rows, 2^bits] and `scales` f32 [rows, in / group] to w f32 [rows, in].
 
@@ -152,7 +151,7 @@ def record_fit(
     program.dispatch(lut_start, w, table, scales, importance, **shape)
     program.dispatch(lut_lloyd, w, table, scales, importance, iterations=START_ITERATIONS, **shape)
     if scales is not None:
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             program.dispatch(lut_rescale, w, table, scales, importance, **shape)
             program.dispatch(lut_lloyd, w, table, scales, importance, iterations=ITERATIONS, **shape)
         program.dispatch(lut_rescale, w, table, scales, importance, **shape)
