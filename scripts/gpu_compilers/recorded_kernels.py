@@ -24,7 +24,7 @@ from wgpu_lora.models.blocks.transformer_block import Transformer
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.published_shapes import shape_config
-from wgpu_lora.models.quant_constants import QuantConstants, quant_constants
+from wgpu_lora.models.quant_constants import QuantConstants
 from wgpu_lora.models.synthetic_models import synthetic_model
 from wgpu_lora.ops.attention import BLOCK
 from wgpu_lora.ops.linear import input_squares
@@ -238,7 +238,7 @@ def _distillation(model: LoadedModel, selection: Selection) -> list[Program]:
 
 def _constants(model: LoadedModel, selection: Selection) -> list[Program]:
     """Training of the base's constants, if it has any."""
-    by_module = {name.removesuffix(".weight"): quant_constants(weight) for name, weight in model.decoder.matrices()}
+    by_module = {name.removesuffix(".weight"): weight.trainable for name, weight in model.decoder.matrices()}
     weights = {module: weight for module, weight in by_module.items() if weight}
     if not weights:
         return []

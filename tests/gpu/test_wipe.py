@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from wgpu_lora.gpu import buffer_wipe as module
-from wgpu_lora.gpu.buffer_wipe import Wiper, wipe
+from wgpu_lora.gpu.buffer_wipe import Wiper
 from wgpu_lora.gpu.device import MAPPABLE, Device
 from wgpu_lora.gpu.program import Arena
 
@@ -34,7 +34,7 @@ def test_all_live_buffers_but_those_kept_are_zero(fresh: Device, monkeypatch: py
         fresh.write(host, np.full(8192, 7, np.uint8))
         sizes.append(host.size)
     arena = Arena(fresh, [512])
-    report = wipe(fresh, keep=[weights])
+    report = Wiper(fresh).wipe(keep=[weights])
     assert report.verified, report
     assert (report.buffers, report.bytes) == (len(sizes) + 1, sum(sizes) + 512)
     assert (report.kept_buffers, report.kept_bytes) == (1, 4096)
@@ -51,7 +51,7 @@ def test_one_byte_that_is_not_zero_is_found(fresh: Device, monkeypatch: pytest.M
     data[at] = 1
     fresh.write(buffer, data)
     monkeypatch.setattr(Wiper, "_clear", lambda self, buffers: None)  # a driver that does nothing
-    report = wipe(fresh)
+    report = Wiper(fresh).wipe()
     assert not report.verified
     assert report.not_wiped == ["rows (10,000 bytes): it did not read back as zeros"]
     assert report.buffers == 0
@@ -77,7 +77,7 @@ def test_buffers_are_wiped_before_they_are_freed(fresh: Device, monkeypatch: pyt
 
 def test_buffers_that_were_dropped_are_said_not_to_be_wiped(fresh: Device) -> None:
     filled(fresh, 4096)  # nobody keeps it
-    report = wipe(fresh)
+    report = Wiper(fresh).wipe()
     assert report.not_wiped == ["4,096 bytes of buffers that were dropped without being freed"]
     with Wiper(fresh) as wiper:
         assert wiper.wipe().verified  # they were dropped before

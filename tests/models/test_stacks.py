@@ -32,8 +32,9 @@ from wgpu_lora.models.row_inputs import NOWHERE, Rows
 from wgpu_lora.ops import matmul_tuning
 from wgpu_lora.ops.elementwise import add_forward
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.weights.base import Shared, of_layer, stacked, write
+from wgpu_lora.weights.base import Shared, write
 from wgpu_lora.weights.base_formats import declare
+from wgpu_lora.weights.nf4.nf4 import NF4Weight
 
 TOKENS, RANK = 24, 16
 SLOTS = ((2, 9), (9, 20))  # rows before and behind belong to no slot
@@ -146,13 +147,13 @@ def test_a_stack_of_adapters_that_exceeds_a_binding_is_modules_apart() -> None:
 def test_formats_may_be_mixed_within_a_layer() -> None:
     """The scales of NF4 matrices are together, whichever format the layer's first matrix has."""
     shared = Shared(1 << 27)
-    dense, *nf4 = (declare(kind, (64, 64), kind, shared, None) for kind in ("f16", "nf4", "nf4"))
-    first, gate, up = of_layer([dense, *stacked(nf4, shared.max_binding)])
+    dense, left, right = (declare(kind, (64, 64), kind, shared, None) for kind in ("f16", "nf4", "nf4"))
+    first, gate, up = NF4Weight.of_layer([dense, *left.stacked([right], shared.max_binding)])
     assert first is dense
     assert gate.product([up]) is not None
-    apart = [declare("nf4", (64, 64), "nf4", shared, None) for _ in range(2)]
-    left_stack, two = stacked(apart, shared.max_binding)
+    left_stack, two = left.stacked([right], shared.max_binding)
     assert left_stack.product([two]) is None  # their scales are not
+    assert dense.product([gate]) is None
 
 
 # -- delta nets --------------------------------------------------------------------------------------------------------

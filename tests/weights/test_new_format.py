@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,26 +25,20 @@ from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.training_log import LOG, read_log
-from wgpu_lora.weights.base import Loading, MatrixSource, Packed, Shared, StoredTensors
+from wgpu_lora.weights.base import Loading, MatrixSource, Packed, Shared, StoredTensors, Weight
 from wgpu_lora.weights.base_formats import BASE_FORMATS
 from wgpu_lora.weights.dense import DenseWeight
 
 
 @dataclass(frozen=True)
-class TwinWeight:
+class TwinWeight(Weight):
     """W = high + low, both bf16: 16 bits of a float32's 24."""
 
+    out_features: int
+    in_features: int
     high: DenseWeight
     low: DenseWeight
-    format: ClassVar[str] = "twin"
-
-    @property
-    def out_features(self) -> int:
-        return self.high.out_features
-
-    @property
-    def in_features(self) -> int:
-        return self.high.in_features
+    format = "twin"
 
     def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
         self.high.forward(rec, x, y, bias, accumulate)
@@ -56,9 +50,6 @@ class TwinWeight:
 
     def storages(self) -> list[Storage]:
         return [*self.high.storages(), *self.low.storages()]
-
-    def scratch(self) -> Mapping[str, int]:
-        return {}
 
     def load(self, loading: Loading, source: MatrixSource, name: str) -> None:
         packed = source.packed(name)
@@ -120,7 +111,7 @@ class Twin:
 
     def declare(self, shape: tuple[int, int], name: str, shared: Shared, packed: Packed | None = None) -> TwinWeight:
         parts = (DenseWeight.declare(shape, "bf16", f"{name}.{part}", shared.max_binding) for part in ("high", "low"))
-        return TwinWeight(*parts)
+        return TwinWeight(*shape, *parts)
 
     def round_trip(self, w: np.ndarray) -> np.ndarray:
         high, low = split(w)

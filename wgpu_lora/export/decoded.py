@@ -8,10 +8,11 @@ import numpy as np
 
 from wgpu_lora.formats.packed_checkpoint import PackedCheckpoint
 from wgpu_lora.models.loaded_model import LoadedModel, declare_decoder
+from wgpu_lora.weights.base import WeightSource
 from wgpu_lora.weights.base_formats import packed_form
 
 
-class DecodedCheckpoint:
+class DecodedCheckpoint(WeightSource):
     """A checkpoint whose packed matrices are read as float32, decoded on the host one at a time."""
 
     def __init__(self, checkpoint: PackedCheckpoint):
@@ -36,12 +37,6 @@ class DecodedCheckpoint:
     def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
         values = self._values(name)
         return self.source.read_f32(name, row_start, row_stop) if values is None else values[row_start:row_stop]
-
-    def packed(self, name: str) -> None:
-        return None
-
-    def base_format(self, name: str) -> None:
-        return None
 
     def digest(self) -> str:
         return self.source.digest()

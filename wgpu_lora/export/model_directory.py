@@ -12,12 +12,13 @@ import numpy as np
 from wgpu_lora.export.decoded import DecodedCheckpoint
 from wgpu_lora.formats.checkpoint_names import parts_of
 from wgpu_lora.formats.gguf.gguf_header import read_header
-from wgpu_lora.formats.safetensors_checkpoint import Checkpoint, WeightSource
+from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
 from wgpu_lora.formats.safetensors_header import read_bytes
 from wgpu_lora.formats.safetensors_writer import TensorSpec
 from wgpu_lora.json_files import read_json
 from wgpu_lora.models.model_files import config_fields, read_config
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.weights.base import WeightSource
 
 
 class SourceDirectory:

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,24 +33,6 @@ EDGE_BYTES = 64 * 1024
 PLAIN = TensorNames()
 _FILE_NAME = re.compile(r"[^/\\:\0]{1,200}")
 _LAYER = re.compile(r".*?\.[0-9]{1,6}\.")  # a tensor's name up to the layer's number
-
-
-class WeightSource(Protocol):
-    """The part of a checkpoint that loading a model uses (see `Checkpoint`)."""
-
-    def names(self) -> list[str]: ...
-
-    def dtype(self, name: str) -> str: ...
-
-    def read_raw(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray: ...
-
-    def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray: ...
-
-    def packed(self, name: str) -> Packed | None: ...
-
-    def base_format(self, name: str) -> str | None: ...
-
-    def digest(self) -> str: ...
 
 
 class Checkpoint:
@@ -131,6 +113,9 @@ class Checkpoint:
     def packed(self, name: str) -> Packed | None:
         """The tensor if it is stored in a base format, as in `formats.packed_checkpoint`; here always None."""
         return None
+
+    def read_blocks(self, name: str, base_format: str, row_start: int, row_stop: int) -> np.ndarray:
+        raise ValueError(f"{name} is not in a GGUF file")
 
     def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
         """The rows of `read_raw`, converted to float32, which is exact."""

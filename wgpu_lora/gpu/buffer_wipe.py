@@ -118,10 +118,5 @@ class Wiper:
         return not any(self.device.read(buffer, min(PIECE, buffer.size - at), at).any() for at in starts)
 
 
-def wipe(device: Device, keep: Collection[Any] = ()) -> WipeReport:
-    """Overwrites all live buffers of a device except those in `keep`. Raises nothing that a device may raise."""
-    return Wiper(device).wipe(keep)
-
-
 def _name(buffer: Any) -> str:
     return f"{buffer.label or 'a buffer'} ({buffer.size:,} bytes)"

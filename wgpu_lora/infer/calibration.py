@@ -84,9 +84,9 @@ def _observed(decoder: Decoder, count: Tensor, squares: dict[str, Tensor]) -> De
     """The same model, whose matrices also sum up the squares of their inputs, by name."""
 
     def linear(name: str, item: Linear[Any]) -> Linear[Any]:
-        size_in = item.weight.in_features
+        out, size_in = item.weight.out_features, item.weight.in_features
         squares[name] = persistent((size_in,), "f32", "workspace", f"{name} squares")
-        return replace(item, weight=MeasuredMatrix(item.weight, count, squares[name]))
+        return replace(item, weight=MeasuredMatrix(out, size_in, item.weight, count, squares[name]))
 
     def layer(weights: LayerWeights) -> LayerWeights:
         result = {module: linear(f"{weights.path}.{module}.weight", item) for module, item in weights.linears.items()}

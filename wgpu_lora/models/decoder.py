@@ -16,7 +16,7 @@ from wgpu_lora.ops.embedding import embed
 from wgpu_lora.ops.linear import Linear
 from wgpu_lora.ops.norm import rmsnorm
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.weights.base import Shared, StoredFormats, StoredMatrix, Table, Weight, of_layer, stacked
+from wgpu_lora.weights.base import Shared, StoredFormats, StoredMatrix, Table, Weight
 from wgpu_lora.weights.base_formats import GGUF_PATTERN, declare
 from wgpu_lora.weights.dense import DenseWeight
 from wgpu_lora.weights.gguf.gguf_weight import GGUFTable
@@ -73,7 +73,9 @@ class Decoder:
                     linears[module] = Linear(weight, vectors.pop(f"{module}.bias", None))
             for stack in config.stacks(i):
                 linears |= _stored_together({module: linears[module] for module in stack}, max_binding)
-            weights = of_layer([item.weight for item in linears.values()])
+            weights: Sequence[Weight] = [item.weight for item in linears.values()]
+            for kind in dict.fromkeys(type(weight) for weight in weights):
+                weights = kind.of_layer(weights)
             pairs = zip(linears.items(), weights, strict=True)
             return LayerWeights(path, {module: Linear(weight, item.bias) for (module, item), weight in pairs}, vectors)
 
@@ -127,7 +129,8 @@ class Decoder:
 
 def _stored_together(linears: dict[str, Linear[Weight]], max_binding: int) -> dict[str, Linear[Weight]]:
     """Layers that read the same x, with matrices and biases in shared storages if one dispatch can multiply them."""
-    weights = stacked([item.weight for item in linears.values()], max_binding)
+    first, *others = (item.weight for item in linears.values())
+    weights = first.stacked(others, max_binding)
     biases = [item.bias for item in linears.values() if item.bias]
     together: Sequence[Tensor | None] = [item.bias for item in linears.values()]
     if len(biases) == len(linears):

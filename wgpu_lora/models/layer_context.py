@@ -10,7 +10,8 @@ from wgpu_lora.models.batch_inputs import StepInputs
 from wgpu_lora.models.kv_cache import LayerCache
 from wgpu_lora.ops.adapted_linear import adapted_gated, adapted_linear, adapted_linears
 from wgpu_lora.ops.elementwise import geglu, swiglu
-from wgpu_lora.ops.linear import FrozenMatrix, Linear
+from wgpu_lora.ops.frozen_product import FrozenMatrix
+from wgpu_lora.ops.linear import Linear
 from wgpu_lora.ops.lora import LoraSlots
 from wgpu_lora.ops.norm import residual_rmsnorm, rmsnorm
 from wgpu_lora.ops.recorder import Recorder
@@ -76,9 +77,8 @@ class LayerContext:
     def _linear(self, module: str, first_row: int | None) -> Linear[FrozenMatrix]:
         """The frozen layer, or that with the matrix that is trained."""
         layer, trained = self.layer.linears[module], self.adapters.get(f"{self.layer.path}.{module}")
-        if not isinstance(trained, TrainedMatrix):
-            return layer
-        return Linear(trained.block(first_row) if first_row is not None else trained, layer.bias)
+        weight = trained if isinstance(trained, TrainedMatrix) else layer.weight
+        return Linear(weight.block(first_row or 0), layer.bias)
 
     def _lora(self, x: Tensor, module: str, first_row: int | None) -> LoraSlots | None:
         lora = self.adapters.get(f"{self.layer.path}.{module}")

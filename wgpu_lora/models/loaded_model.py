@@ -19,7 +19,7 @@ from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.checkpoint_names import note_of_skipped
 from wgpu_lora.formats.gguf.gguf_checkpoint import GGUFCheckpoint
 from wgpu_lora.formats.hub import resolve_model
-from wgpu_lora.formats.safetensors_checkpoint import Checkpoint, WeightSource
+from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import with_option_advice
 from wgpu_lora.gpu.program import allocate, missing_bytes, release
@@ -32,7 +32,7 @@ from wgpu_lora.names.spelling import setting
 from wgpu_lora.text import join_words
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.tokenizer.tokenizer_files import tokenizer_files
-from wgpu_lora.weights.base import BlockSource, Loading, Packed, scratch_bytes, write
+from wgpu_lora.weights.base import Loading, Packed, WeightSource, scratch_bytes, write
 from wgpu_lora.weights.base_formats import AUTO, DEFAULT_FORMAT, GGUF, GGUF_PATTERN, base_format
 from wgpu_lora.weights.dense import DTYPES
 
@@ -305,7 +305,6 @@ class AuditedSource:
         return self._source.base_format(name)
 
     def read_blocks(self, name: str, base_format: str, row_start: int, row_stop: int) -> np.ndarray:
-        assert isinstance(self._source, BlockSource)
         return self._look(name, self._source.read_blocks(name, base_format, row_start, row_stop), None)
 
     def _look_at_parts(self, name: str, packed: Packed) -> tuple[np.ndarray, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -17,30 +16,8 @@ from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.parameters import PAGE_BLOCKS, Place, blocks_of, padded_table, read_arrays, write_array
 from wgpu_lora.ops.gradient_norm import BLOCK
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.trained_matrix import TrainableMatrix, TrainedMatrix, snap_f16
-from wgpu_lora.weights.base import Packed, StoredMatrix, Weight
-
-
-@runtime_checkable
-class ConstantWeight(Weight, Protocol):
-    """A weight W made of codes and constants, which may be trained. All of its constants are matrices."""
-
-    def constant_shapes(self) -> Mapping[str, tuple[int, int]]:
-        """The shapes of the constants by name, such as 'table' [out, 2^bits] and 'scales' [groups, out]."""
-
-    def read_constants(self, device: Device) -> dict[str, np.ndarray]:
-        """The constants of the loaded weight, f32, by name."""
-
-    def with_constants(self, constants: Mapping[str, Tensor]) -> TrainableMatrix:
-        """The matrix of the same codes with these constants, f32."""
-
-    def packed_with(self, device: Device, constants: Mapping[str, np.ndarray], dtype: str) -> Packed:
-        """The codes with these constants, as files store them. dtype: of the constants, f32 or f16."""
-
-
-def quant_constants(weight: StoredMatrix) -> ConstantWeight | None:
-    """The weight, if it has constants that can be trained."""
-    return weight if isinstance(weight, ConstantWeight) else None
+from wgpu_lora.ops.trained_matrix import TrainedMatrix, snap_f16
+from wgpu_lora.weights.base import ConstantWeight
 
 
 @dataclass(frozen=True)
@@ -96,8 +73,8 @@ class QuantConstants:
 
     def bind(self, inputs: StepInputs) -> dict[str, TrainedMatrix]:
         return {
-            module: TrainedMatrix(
-                weight.with_constants(self._views(module, weight, self.operands)),
+            module: weight.with_constants(
+                self._views(module, weight, self.operands),
                 self._views(module, weight, self.grads),
                 inputs.slot_ranges,
             )

@@ -11,13 +11,14 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.model_config import BIAS, ModelConfig
+from wgpu_lora.weights.base import WeightSource
 from wgpu_lora.weights.base_formats import AUTO, DEFAULT_FORMAT
 from wgpu_lora.weights.gguf.gguf_formats import FORMATS, random_blocks
 
 POOL = 1 << 20  # random values drawn once; every tensor reads them from another offset
 
 
-class SyntheticCheckpoint:
+class SyntheticCheckpoint(WeightSource):
     """A `WeightSource` of bf16 matrices of standard deviation 0.02, norms by 1 and biases of 0."""
 
     def __init__(self, config: ModelConfig, seed: int = 0):
@@ -50,12 +51,6 @@ class SyntheticCheckpoint:
         """Random blocks of a type of GGUF files, uint8 [rows, bytes]."""
         (size_in,), rng = self._shapes[name][1:], np.random.default_rng([self._seed, row_start])
         return random_blocks(FORMATS[base_format], row_stop - row_start, size_in, rng, 0.02)
-
-    def packed(self, name: str) -> None:
-        return None
-
-    def base_format(self, name: str) -> None:
-        return None
 
     def digest(self) -> str:
         return hashlib.sha256(f"synthetic {self._seed} {sorted(self._shapes.items())}".encode()).hexdigest()

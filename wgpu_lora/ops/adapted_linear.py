@@ -12,7 +12,8 @@ from dataclasses import replace
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.dora import magnified
 from wgpu_lora.ops.elementwise import dropout_parts
-from wgpu_lora.ops.linear import FrozenMatrix, Linear, exceed_binding, frozen_low_rank, gated_linears, linear, linears
+from wgpu_lora.ops.frozen_product import FrozenMatrix
+from wgpu_lora.ops.linear import Linear, exceed_binding, frozen_low_rank, gated_linears, linear, linears
 from wgpu_lora.ops.lora import LoraSlots
 from wgpu_lora.ops.recorder import Recorder
 

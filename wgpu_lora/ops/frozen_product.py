@@ -1,10 +1,10 @@
-"""The product with frozen matrices of any format, in one dispatch that also adds LoRA's second product."""
+"""Frozen matrices of any format, and their product in one dispatch that also adds LoRA's second product."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.tensor import Tensor
@@ -16,11 +16,47 @@ from wgpu_lora.ops.recorder import Recorder
 BINDINGS = 8  # storage buffers of a kernel that WebGPU guarantees
 
 
+class FrozenMatrix:
+    """W [out_features, in_features], frozen. A format has a `product`, or `forward` and `backward` of its own.
+
+    trains: whether constants of its own are trained, so that it has `record_gradients`.
+    """
+
+    out_features: int
+    in_features: int
+    trains: ClassVar[bool] = False
+
+    def product(self, siblings: Sequence[FrozenMatrix]) -> FrozenProduct | None:
+        """The product with this matrix and others that are stored with it; None if it takes several dispatches."""
+        return None
+
+    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
+        """y (+)= x W^T (+ bias)."""
+        self._own_product().forward(rec, x, y, bias, accumulate, None)
+
+    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
+        """dx (+)= dy W."""
+        self._own_product().backward(rec, dy, dx, accumulate, None)
+
+    def _own_product(self) -> FrozenProduct:
+        product = self.product(())
+        assert product is not None, "a format without a product has a forward and a backward pass of its own"
+        return product
+
+    def block(self, start: int) -> FrozenMatrix:
+        """The same matrix for a block of rows of x that begins at the batch's row `start`."""
+        return self
+
+    def record_gradients(self, rec: Recorder, x: Tensor, dy: Tensor) -> None:
+        """Adds to the gradients of what is trained of it, from y = x W^T."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class FrozenProduct:
     """The products with matrices [out, in_features] that are stored together, of these numbers of rows.
 
-    y, dy and the bias are flat if there are several matrices: the regions of all (see ops.stack).
+    y, dy and the bias are flat if there are several matrices: the regions of all (see ops.matrix_stack).
 
     kernel, gradient: the format's kernels; their bindings are named as those of `ops.matmul`, and W's as in `tensors`.
     tensors: of W, by name; recorded when they are first used. constants: of the format.

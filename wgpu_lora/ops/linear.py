@@ -3,50 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 from wgpu_lora.gpu.kernel import Dim, Fixed, In, InOut, kernel, linear_grid
 from wgpu_lora.gpu.tensor import Tensor, align, spanning
 from wgpu_lora.ops.elementwise import dropout_apply, fill
-from wgpu_lora.ops.frozen_product import FrozenProduct
+from wgpu_lora.ops.frozen_product import FrozenMatrix, FrozenProduct
 from wgpu_lora.ops.lora import LoraSlots, LowRank
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn
 from wgpu_lora.ops.matmul_tuning import FEW_ROWS
 from wgpu_lora.ops.recorder import Recorder
-
-
-class FrozenMatrix(Protocol):
-    """W [out_features, in_features], frozen."""
-
-    @property
-    def out_features(self) -> int: ...
-
-    @property
-    def in_features(self) -> int: ...
-
-    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
-        """y (+)= x W^T (+ bias)."""
-
-    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
-        """dx (+)= dy W."""
-
-
-@runtime_checkable
-class Fusing(FrozenMatrix, Protocol):
-    """A frozen matrix whose kernels add LoRA's second product, and multiply others that are stored with it."""
-
-    def product(self, siblings: Sequence[FrozenMatrix]) -> FrozenProduct | None:
-        """The product with this matrix and others; None if it takes several dispatches."""
-
-
-@runtime_checkable
-class Trains(FrozenMatrix, Protocol):
-    """A matrix that is trained itself (see ops.trained)."""
-
-    def record_gradients(self, rec: Recorder, x: Tensor, dy: Tensor) -> None:
-        """Adds to the gradients of what is trained of it, from y = x W^T."""
-
 
 W = TypeVar("W", bound=FrozenMatrix, covariant=True)
 
@@ -76,7 +43,7 @@ def linear(
     y = into or rec.temp((rows, out), name="linear")
     if not into:
         rec.save_for_backward(y)
-    product = weight.product(()) if lora and isinstance(weight, Fusing) else None
+    product = weight.product(()) if lora else None
     h = _hidden(rec, x, lora) if lora else None
     if lora and h and product and product.adds(rec, layer.bias is not None):
         product.forward(rec, x, y, layer.bias, accumulate, lora.low_rank(h, lora.b))
@@ -88,7 +55,7 @@ def linear(
 
     def backward() -> None:
         dy, dh = rec.gradient(y), None
-        if isinstance(weight, Trains):
+        if weight.trains:
             weight.record_gradients(rec, rec.rematerialize(x), dy)
         if lora and h:
             dh = rec.temp(h.shape, name="dh")
@@ -106,7 +73,7 @@ def linear(
         if lora and dh:
             _input_gradient(rec, dh, dx, lora, rows, size_in)
 
-    rec.node(backward, inputs=[x], outputs=[y], trains=lora is not None or isinstance(weight, Trains))
+    rec.node(backward, inputs=[x], outputs=[y], trains=lora is not None or weight.trains)
     return y
 
 
@@ -161,7 +128,7 @@ def linears(
             product.backward(rec, all_dys, dx, accumulate, low)
             return
         for weight, dy in zip(weights, dys, strict=True):  # each has scales of its own
-            weight_product = weight.product(()) if isinstance(weight, Fusing) else None
+            weight_product = weight.product(())
             assert weight_product is not None
             weight_product.backward(rec, dy, dx, accumulate, low)
             accumulate, low = True, None
@@ -200,7 +167,7 @@ def _together(
     """The product with all layers, their biases and their adapters; None if they take several dispatches."""
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias]
     of, bias = [lora for lora in loras if lora], spanning(biases) if len(biases) == len(layers) else None
-    product = weights[0].product(weights[1:]) if isinstance(weights[0], Fusing) and len(weights) > 1 else None
+    product = weights[0].product(weights[1:]) if len(weights) > 1 else None
     alike = all(lora.stack is of[0].stack and not lora.dropout_keys for lora in of) and (
         not of or of[0].stack.size == len(of)
     )
@@ -285,31 +252,27 @@ def input_squares(x: In, count: Fixed, squares: InOut, *, rows: Dim, first: Dim,
     return squares + (values**2).sum(axis=0)
 
 
-@dataclass
-class MeasuredMatrix:
+@dataclass(frozen=True)
+class MeasuredMatrix(FrozenMatrix):
     """A frozen matrix whose inputs are summed up as it is multiplied; it is not stacked with others.
 
     count: u32 [1], the rows of the batch in use. squares: f32 [in], is added to.
+    first_row: index in the batch of row 0 of x.
     """
 
+    out_features: int
+    in_features: int
     weight: FrozenMatrix
     count: Tensor
     squares: Tensor
-    _rows: int = field(default=0, init=False)  # recorded so far: a batch may be multiplied in blocks of rows, in order
+    first_row: int = 0
 
-    @property
-    def out_features(self) -> int:
-        return self.weight.out_features
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.in_features
+    def block(self, start: int) -> MeasuredMatrix:
+        return replace(self, first_row=start)
 
     def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
-        rows = x.size // self.in_features
-        shape: dict[str, Any] = {"rows": rows, "first": self._rows, "cols": self.in_features}
+        shape: dict[str, Any] = {"rows": x.size // self.in_features, "first": self.first_row, "cols": self.in_features}
         rec.dispatch(input_squares, x, self.count, self.squares, **shape)
-        self._rows += rows
         self.weight.forward(rec, x, y, bias, accumulate)
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
-from wgpu_lora.gpu.tensor import ALIGNMENT, NUMPY, Storage, Tensor, persistent
+from wgpu_lora.gpu.tensor import ALIGNMENT, NUMPY, Storage, Tensor, align, persistent, share_storage, spanning
 from wgpu_lora.ops.embedding import EmbeddingTable
-from wgpu_lora.ops.linear import FrozenMatrix
+from wgpu_lora.ops.frozen_product import FrozenMatrix, FrozenProduct
+from wgpu_lora.ops.trained_matrix import TrainedMatrix
 
 PIECE_BYTES = 32 << 20  # of a matrix, uploaded at a time
 
@@ -24,21 +26,19 @@ class StoredFormats(Protocol):
 
     def packed(self, name: str) -> Packed | None:
         """The matrix if it is stored in a base format that we write, or None."""
+        return None
 
     def base_format(self, name: str) -> str | None:
         """The base format that keeps a tensor as it is stored; None if there is none."""
+        return None
 
 
-@runtime_checkable
-class BlockSource(Protocol):
-    """A checkpoint with tensors in the types of GGUF files."""
+class MatrixSource(StoredFormats, Protocol):
+    """The part of a checkpoint that loading a matrix uses."""
 
     def read_blocks(self, name: str, base_format: str, row_start: int, row_stop: int) -> np.ndarray:
-        """Rows in this type, as they are stored: uint8 [rows, bytes]."""
-
-
-class MatrixSource(StoredFormats, BlockSource, Protocol):
-    """The part of a checkpoint that loading a matrix uses (see `formats.checkpoint.Checkpoint`)."""
+        """Rows in this type of GGUF files, as they are stored: uint8 [rows, bytes]."""
+        raise ValueError(f"{name} is not in a GGUF file")
 
     def dtype(self, name: str) -> str:
         """The dtype of `read_raw`, in safetensors' notation."""
@@ -46,6 +46,14 @@ class MatrixSource(StoredFormats, BlockSource, Protocol):
     def read_raw(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray: ...
 
     def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray: ...
+
+
+class WeightSource(MatrixSource, Protocol):
+    """The part of a checkpoint that loading a model uses (see `formats.safetensors_checkpoint.Checkpoint`)."""
+
+    def names(self) -> list[str]: ...
+
+    def digest(self) -> str: ...
 
 
 @dataclass
@@ -60,14 +68,18 @@ class StoredMatrix(Protocol):
     """A frozen matrix W [out_features, in_features] on the device."""
 
     @property
+    @abstractmethod
     def format(self) -> str:
         """The name of its base format."""
 
+    @abstractmethod
     def storages(self) -> list[Storage]: ...
 
     def scratch(self) -> Mapping[str, int]:
         """Sizes, in f32 values, of the scratch tensors that `load` uses, by name; empty if it converts nothing."""
+        return {}
 
+    @abstractmethod
     def load(self, loading: Loading, source: MatrixSource, name: str) -> None:
         """Fills the allocated storages with the tensor `name`, read once from the first row to the last.
 
@@ -75,18 +87,96 @@ class StoredMatrix(Protocol):
             UserError: the file is damaged, or a value is out of the format's range.
         """
 
+    @abstractmethod
     def values(self, device: Device) -> np.ndarray:
         """W decoded from the device, float32 [out, in]."""
 
     def packed(self, device: Device) -> Packed | None:
         """W read from the device in the form that files store; None for formats stored as plain values."""
+        return None
 
+    @property
+    def trainable(self) -> ConstantWeight | None:
+        """This matrix, if it has constants that can be trained."""
+        return None
+
+    @abstractmethod
     def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
         """Yields (tensor, random content), with W of standard deviation of about 0.02, for benchmarks."""
 
 
-class Weight(StoredMatrix, FrozenMatrix, Protocol):
-    """The matrix of a linear layer; see `ops.linear` for its products."""
+class Weight(StoredMatrix, FrozenMatrix):
+    """The matrix of a linear layer.
+
+    A format whose matrices can be stored together, so that one dispatch multiplies all of them (see
+    `ops.matrix_stack`), has `operands`, `with_operands` and `fused`.
+    """
+
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """What products read of it, to be stored with that of others; () if it is not."""
+        return ()
+
+    def with_operands(self, *operands: Tensor) -> Weight:
+        """The matrix with its operands elsewhere."""
+        raise NotImplementedError
+
+    def fused(self, weights: Sequence[Self], operands: Sequence[Tensor]) -> FrozenProduct | None:
+        """The product with matrices whose operands are regions of these; None if it takes several dispatches."""
+        raise NotImplementedError
+
+    def _with(self, siblings: Sequence[FrozenMatrix]) -> list[Self]:
+        """This matrix and others, if all have operands of the same format; else none."""
+        kind = self.format, [operand.dtype for operand in self.operands]
+        matches = [other for other in siblings if isinstance(other, type(self))]
+        alike = all((other.format, [operand.dtype for operand in other.operands]) == kind for other in matches)
+        return [self, *matches] if self.operands and alike and len(matches) == len(siblings) else []
+
+    def stacked(self, siblings: Sequence[Weight], max_binding: int) -> Sequence[Weight]:
+        """The declared matrices, its own first, in shared storages if they can be multiplied together."""
+        weights = self._with(siblings)
+        columns = list(zip(*(weight.operands for weight in weights), strict=True))
+        if not columns or any(sum(align(tensor.nbytes) for tensor in column) > max_binding for column in columns):
+            return [self, *siblings]
+        shared = [share_storage(column, f"{column[0].name} and others") for column in columns]
+        return [weight.with_operands(*own) for weight, *own in zip(weights, *shared, strict=True)]
+
+    def product(self, siblings: Sequence[FrozenMatrix]) -> FrozenProduct | None:
+        weights = self._with(siblings)
+        operands = [spanning(tensors) for tensors in zip(*(weight.operands for weight in weights), strict=True)]
+        whole = [operand for operand in operands if operand]
+        return self.fused(weights, whole) if whole and len(whole) == len(operands) else None
+
+    @classmethod
+    def of_layer(cls, weights: Sequence[Weight]) -> Sequence[Weight]:
+        """The declared matrices of a layer after stacking; those of this class may share what products prepare."""
+        return weights
+
+
+class ConstantWeight(Weight):
+    """A weight W made of codes and constants, which may be trained. All of its constants are matrices."""
+
+    @property
+    def trainable(self) -> ConstantWeight:
+        return self
+
+    @abstractmethod
+    def constant_shapes(self) -> Mapping[str, tuple[int, int]]:
+        """The shapes of the constants by name, such as 'table' [out, 2^bits] and 'scales' [groups, out]."""
+
+    @abstractmethod
+    def read_constants(self, device: Device) -> dict[str, np.ndarray]:
+        """The constants of the loaded weight, f32, by name."""
+
+    @abstractmethod
+    def with_constants(
+        self, constants: Mapping[str, Tensor], grads: Mapping[str, Tensor], ranges: Tensor
+    ) -> TrainedMatrix:
+        """The matrix of the same codes with these constants, f32. grads, ranges: see `TrainedMatrix`."""
+
+    @abstractmethod
+    def packed_with(self, device: Device, constants: Mapping[str, np.ndarray], dtype: str) -> Packed:
+        """The codes with these constants, as files store them. dtype: of the constants, f32 or f16."""
 
 
 class Table(StoredMatrix, EmbeddingTable, Protocol):
@@ -99,38 +189,8 @@ class Table(StoredMatrix, EmbeddingTable, Protocol):
     def out_features(self) -> int: ...
 
 
-@runtime_checkable
-class Stacking(Weight, Protocol):
-    """A weight that can be stored together with others, so that one dispatch multiplies all of them (see ops.stack)."""
-
-    def stacked(self, siblings: Sequence[Weight], max_binding: int) -> Sequence[Weight] | None:
-        """The declared matrices, its own first, in shared storages; None if they cannot be multiplied together."""
-
-    def of_layer(self, siblings: Sequence[Weight]) -> Sequence[Weight]:
-        """The declared matrices of a layer, its own first, after stacking; they may share what products prepare."""
-
-
-def stacked(weights: Sequence[Weight], max_binding: int) -> Sequence[Weight]:
-    """The declared matrices, which will be multiplied with the same inputs, stored together if their formats can."""
-    first, *siblings = weights
-    result = first.stacked(siblings, max_binding) if isinstance(first, Stacking) and siblings else None
-    return result or weights
-
-
-def of_layer(weights: Sequence[Weight]) -> Sequence[Weight]:
-    """All declared matrices of a layer, which may be in several formats."""
-    result = list(weights)
-    for kind in dict.fromkeys(map(type, weights)):
-        places = [place for place, weight in enumerate(weights) if type(weight) is kind]
-        first, *siblings = (weights[place] for place in places)
-        if isinstance(first, Stacking):
-            for place, weight in zip(places, first.of_layer(siblings), strict=True):
-                result[place] = weight
-    return result
-
-
 class BaseFormat(Protocol):
-    """A way to store frozen matrices, registered in `registry.BASE_FORMATS`."""
+    """A way to store frozen matrices, registered in `weights.base_formats.BASE_FORMATS`."""
 
     @property
     def name(self) -> str:
@@ -227,7 +287,7 @@ class Packed:
 
 
 class StoredTensors(Protocol):
-    """The tensors of a checkpoint as a packed form reads them (see `formats.packed.PackedCheckpoint`)."""
+    """The tensors of a checkpoint as a packed form reads them (see `formats.packed_checkpoint.PackedCheckpoint`)."""
 
     @property
     def directory(self) -> Path: ...

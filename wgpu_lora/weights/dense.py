@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import ml_dtypes
@@ -11,12 +11,11 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor, align, persistent, share_storage, spanning
+from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor, persistent
 from wgpu_lora.names.spelling import setting
 from wgpu_lora.ops.embedding import TablePart, embedding_rows
 from wgpu_lora.ops.frozen_product import FrozenProduct
 from wgpu_lora.ops.half_precision import matmul_operand
-from wgpu_lora.ops.linear import FrozenMatrix
 from wgpu_lora.ops.matmul import matmul_nn, matmul_nt
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.sparse_logits import support_product
@@ -29,7 +28,7 @@ MOST = {"f16": 65504.0, "bf16": 3.3895313892515355e38}
 
 
 @dataclass(frozen=True)
-class DenseWeight:
+class DenseWeight(Weight):
     """A matrix in parts of rows that fit one binding.
 
     dtype: f32, bf16 or f16, as stored. cap: of the logits, if it is an LM head whose logits are capped.
@@ -38,18 +37,16 @@ class DenseWeight:
     parts: tuple[Tensor, ...]
     dtype: str
     cap: float = 0.0
+    out_features: int = field(init=False)
+    in_features: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "out_features", sum(part.shape[0] for part in self.parts))
+        object.__setattr__(self, "in_features", self.parts[0].shape[1])
 
     @property
     def format(self) -> str:
         return self.dtype
-
-    @property
-    def out_features(self) -> int:
-        return sum(part.shape[0] for part in self.parts)
-
-    @property
-    def in_features(self) -> int:
-        return self.parts[0].shape[1]
 
     @classmethod
     def declare(cls, shape: tuple[int, int], dtype: str, name: str, max_binding: int, cap: float = 0.0) -> DenseWeight:
@@ -82,29 +79,15 @@ class DenseWeight:
                 yield first + start, part.rows(start, stop)
             first += part.shape[0]
 
-    def stacked(self, siblings: Sequence[Weight], max_binding: int) -> list[DenseWeight] | None:
-        weights = [
-            self,
-            *(sibling for sibling in siblings if isinstance(sibling, DenseWeight) and sibling.dtype == self.dtype),
-        ]
-        tensors = [weight.parts[0] for weight in weights]
-        alike = len(weights) == 1 + len(siblings) and all(len(weight.parts) == 1 for weight in weights)
-        if not alike or sum(align(tensor.nbytes) for tensor in tensors) > max_binding:
-            return None
-        return [
-            DenseWeight((tensor,), self.dtype) for tensor in share_storage(tensors, f"{tensors[0].name} and others")
-        ]
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        return self.parts if len(self.parts) == 1 else ()
 
-    def of_layer(self, siblings: Sequence[Weight]) -> Sequence[Weight]:
-        return [self, *siblings]
+    def with_operands(self, *operands: Tensor) -> DenseWeight:
+        return DenseWeight(operands, self.dtype)
 
-    def product(self, siblings: Sequence[FrozenMatrix]) -> FrozenProduct | None:
-        matrices = [self, *siblings]
-        tensors = [part for matrix in matrices if isinstance(matrix, DenseWeight) for part in matrix.parts]
-        b = spanning(tensors) if len(tensors) == len(matrices) else None
-        if b is None:
-            return None
-        outs = tuple(part.shape[0] for part in tensors)
+    def fused(self, weights: Sequence[DenseWeight], operands: Sequence[Tensor]) -> FrozenProduct:
+        (b,), outs = operands, tuple(weight.out_features for weight in weights)
         return FrozenProduct(outs, self.in_features, matmul_nt, matmul_nn, lambda rec: {"b": b}, {"b_type": self.dtype})
 
     def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
@@ -128,9 +111,6 @@ class DenseWeight:
     def storages(self) -> list[Storage]:
         return [part.storage for part in self.parts]
 
-    def scratch(self) -> Mapping[str, int]:
-        return {}
-
     def load(self, loading: Loading, source: MatrixSource, name: str) -> None:
         row_bytes = self.in_features * ITEM_BYTES[self.dtype]
         step = max(1, PIECE_BYTES // row_bytes)
@@ -145,9 +125,6 @@ class DenseWeight:
         parts = (read(device, part).view(NUMPY[self.dtype]) for part in self.parts)
         return np.concatenate([part.astype(np.float32) for part in parts])
 
-    def packed(self, device: Device) -> Packed | None:
-        return None
-
     def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
         for part in self.parts:
             yield part, (0.02 * rng.standard_normal(part.shape, np.float32)).astype(NUMPY[self.dtype])
@@ -158,7 +135,7 @@ def _rows_as(source: MatrixSource, name: str, dtype: str, start: int, stop: int)
         return source.read_raw(name, start, stop)
     values = source.read_f32(name, start, stop)
     limit = MOST.get(dtype, np.inf)
-    if limit < np.abs(values).max() < np.inf:  # models.audit reports non-finite values
+    if limit < np.abs(values).max() < np.inf:  # models.loaded_model reports non-finite values
         raise UserError(
             f"{name} has values beyond {dtype}'s range of {limit:,.6g}: use {setting('base_dtype', DEFAULT_FORMAT)} "
             "or f32."

@@ -20,7 +20,7 @@ from wgpu_lora.formats.safetensors_header import read_header
 from wgpu_lora.models.adapter_modules import read_adapter_for, resolve_target_modules
 from wgpu_lora.models.adapter_set import SlotSpec
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.models.quant_constants import ConstantWeight, QuantConstants, quant_constants
+from wgpu_lora.models.quant_constants import QuantConstants
 from wgpu_lora.names.spelling import setting
 from wgpu_lora.ops.gradient_norm import MAX_PARAMETER
 from wgpu_lora.text import count_noun
@@ -32,7 +32,7 @@ from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore
 from wgpu_lora.train.run.resume import resolve_recorded_path
 from wgpu_lora.train.run.run_checkpoint import ADAPTER_FILES, CONSTANT_FILES, CheckpointError
 from wgpu_lora.train.session.session import Session
-from wgpu_lora.weights.base import Packed
+from wgpu_lora.weights.base import ConstantWeight, Packed
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,7 @@ class TrainableQuantScales:
         matrices_by_module = {
             module: matrices[f"{module}.weight"] for module in resolve_target_modules(args.target_modules, model.config)
         }
-        result = {
-            module: constants for module, weight in matrices_by_module.items() if (constants := quant_constants(weight))
-        }
+        result = {module: constants for module, weight in matrices_by_module.items() if (constants := weight.trainable)}
         if not result:
             formats = " and ".join(dict.fromkeys(weight.format.upper() for weight in matrices_by_module.values()))
             advice = setting("base_dtype", "lut2")

@@ -11,13 +11,11 @@ import numpy as np
 from wgpu_lora.errors import NotFiniteError, UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.tensor import ALIGNMENT, Storage, Tensor, align, persistent, share_storage, spanning
+from wgpu_lora.gpu.tensor import ALIGNMENT, Storage, Tensor, persistent
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.ops.embedding import TablePart
 from wgpu_lora.ops.frozen_product import FrozenProduct
-from wgpu_lora.ops.linear import FrozenMatrix
-from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared, Weight, read
+from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared, StoredMatrix, Weight, read
 from wgpu_lora.weights.base_formats import GGUF
 from wgpu_lora.weights.gguf.gguf_formats import FORMATS, GGUFFormat, random_blocks
 from wgpu_lora.weights.gguf.gguf_products import (
@@ -30,7 +28,7 @@ from wgpu_lora.weights.gguf.gguf_products import (
 
 
 @dataclass(frozen=True)
-class GGUFWeight:
+class GGUFWeight(Weight):
     """Codes and scales of a matrix, as in `gguf_formats`. Forward and backward read the same codes."""
 
     out_features: int
@@ -59,42 +57,18 @@ class GGUFWeight:
     def tensors(self) -> dict[str, Tensor]:
         return {"codes": self.codes, "scales": self.scales}
 
-    def _like(self, siblings: Sequence[FrozenMatrix]) -> list[GGUFWeight]:
-        """This matrix and others, if all are of its format; else none."""
-        matches = [sibling for sibling in siblings if isinstance(sibling, GGUFWeight) and sibling.item is self.item]
-        return [self, *matches] if len(matches) == len(siblings) else []
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        return self.codes, self.scales
 
-    def stacked(self, siblings: Sequence[Weight], max_binding: int) -> list[GGUFWeight] | None:
-        weights = self._like(siblings)
-        if not weights or sum(align(weight.codes.nbytes) for weight in weights) > max_binding:
-            return None
-        codes = share_storage([weight.codes for weight in weights], f"{self.codes.name} and others")
-        scales = share_storage([weight.scales for weight in weights], f"{self.scales.name} and others")
-        return [replace(w, codes=c, scales=s) for w, c, s in zip(weights, codes, scales, strict=True)]
+    def with_operands(self, *operands: Tensor) -> GGUFWeight:
+        codes, scales = operands
+        return replace(self, codes=codes, scales=scales)
 
-    def of_layer(self, siblings: Sequence[Weight]) -> Sequence[Weight]:
-        return [self, *siblings]
-
-    def product(self, siblings: Sequence[FrozenMatrix]) -> FrozenProduct | None:
-        weights = self._like(siblings)
-        codes = spanning([weight.codes for weight in weights]) if weights else None
-        scales = spanning([weight.scales for weight in weights]) if weights else None
-        if codes is None or scales is None:
-            return None
-        tensors, outs = {"codes": codes, "scales": scales}, tuple(weight.out_features for weight in weights)
+    def fused(self, weights: Sequence[GGUFWeight], operands: Sequence[Tensor]) -> FrozenProduct:
+        tensors, outs = dict(zip(self.tensors, operands, strict=True)), tuple(weight.out_features for weight in weights)
         kernels = gguf_matmul, gguf_matmul_backward
         return FrozenProduct(outs, self.in_features, *kernels, lambda rec: tensors, {"b_type": self.format})
-
-    def _product(self) -> FrozenProduct:
-        product = self.product(())
-        assert product is not None
-        return product
-
-    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
-        self._product().forward(rec, x, y, bias, accumulate, None)
-
-    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
-        self._product().backward(rec, dy, dx, accumulate, None)
 
     def storages(self) -> list[Storage]:
         return [self.codes.storage, self.scales.storage]
@@ -141,16 +115,13 @@ class GGUFWeight:
         codes, scales = read(device, self.codes), read(device, self.scales)
         return self.item.decode(codes, scales, self.out_features, self.in_features).astype(np.float32)
 
-    def packed(self, device: Device) -> Packed | None:
-        return None
-
     def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
         blocks = random_blocks(self.item, self.out_features, self.in_features, rng, 0.02)
         return zip((self.codes, self.scales), self.item.to_words(blocks), strict=True)
 
 
 @dataclass(frozen=True)
-class GGUFTable:
+class GGUFTable(StoredMatrix):
     """An embedding or LM head in matrices of rows that fit one binding.
 
     cap: of the logits, if it is an LM head whose logits are capped.
@@ -207,9 +178,6 @@ class GGUFTable:
 
     def values(self, device: Device) -> np.ndarray:
         return np.concatenate([part.values(device) for part in self.parts])
-
-    def packed(self, device: Device) -> Packed | None:
-        return None
 
     def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
         for part in self.parts:

@@ -10,13 +10,11 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, align, persistent, share_storage, spanning
+from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
 from wgpu_lora.names.spelling import setting
 from wgpu_lora.ops.frozen_product import FrozenProduct
-from wgpu_lora.ops.linear import FrozenMatrix
-from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.trained_matrix import F16_MAX
-from wgpu_lora.weights.base import Loading, MatrixSource, Packed, Shared, Weight, read, write
+from wgpu_lora.weights.base import ConstantWeight, Loading, MatrixSource, Packed, Shared, read, write
 from wgpu_lora.weights.lowbit.kmeans_reference import fit, fit_int8
 from wgpu_lora.weights.lowbit.lowbit_files import F32, LowBitFiles
 from wgpu_lora.weights.lowbit.lowbit_layout import (
@@ -46,10 +44,10 @@ MLP_SHARE = 0.75  # of a layer's weights, in common models
 
 
 @dataclass(frozen=True)
-class LowBitWeight:
+class LowBitWeight(ConstantWeight):
     """Codes and constants. Forward and backward read the same codes.
 
-    codes: u32 [words, out], see `lowbit_codes.to_words`.
+    codes: u32 [words, out], see `lowbit_layout.to_words`.
     constants: f16 or f32, flat: all tables [out, 2^bits], then all scales [groups, out].
     stored: the file has it in this scheme, so it is loaded without requantising.
     """
@@ -69,46 +67,17 @@ class LowBitWeight:
     def shape(self) -> tuple[int, int]:
         return self.out_features, self.in_features
 
-    def _like(self, siblings: Sequence[FrozenMatrix]) -> list[LowBitWeight] | None:
-        """This matrix and others, if they are of the same scheme and type of constants."""
-        kind = self.scheme, self.constants.dtype
-        matches = [o for o in siblings if isinstance(o, LowBitWeight) and (o.scheme, o.constants.dtype) == kind]
-        return [self, *matches] if len(matches) == len(siblings) else None
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        return self.codes, self.constants
 
-    def stacked(self, siblings: Sequence[Weight], max_binding: int) -> list[LowBitWeight] | None:
-        weights = self._like(siblings)
-        if weights is None:
-            return None
-        result = []
-        for tensors in ([w.codes for w in weights], [w.constants for w in weights]):
-            if sum(align(tensor.nbytes) for tensor in tensors) > max_binding:
-                return None
-            result.append(share_storage(tensors, f"{tensors[0].name} and others"))
-        return [replace(w, codes=c, constants=own) for w, c, own in zip(weights, *result, strict=True)]
+    def with_operands(self, *operands: Tensor) -> LowBitWeight:
+        codes, constants = operands
+        return replace(self, codes=codes, constants=constants)
 
-    def of_layer(self, siblings: Sequence[Weight]) -> Sequence[Weight]:
-        return [self, *siblings]
-
-    def product(self, siblings: Sequence[FrozenMatrix]) -> FrozenProduct | None:
-        weights = self._like(siblings)
-        if weights is None:
-            return None
-        codes, constants = spanning([w.codes for w in weights]), spanning([w.constants for w in weights])
-        if codes is None or constants is None:
-            return None
+    def fused(self, weights: Sequence[LowBitWeight], operands: Sequence[Tensor]) -> FrozenProduct:
         outs = tuple(weight.out_features for weight in weights)
-        return codes_product(outs, self.in_features, self.scheme.bits, self.scheme.group, codes, constants)
-
-    def _product(self) -> FrozenProduct:
-        result = self.product(())
-        assert result is not None, "one tensor alone is whole"
-        return result
-
-    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
-        self._product().forward(rec, x, y, bias, accumulate, None)
-
-    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
-        self._product().backward(rec, dy, dx, accumulate, None)
+        return codes_product(outs, self.in_features, self.scheme.bits, self.scheme.group, *operands)
 
     def storages(self) -> list[Storage]:
         return [self.codes.storage, self.constants.storage]
@@ -158,7 +127,7 @@ class LowBitWeight:
         bits = self.scheme.bits
         return decode(unpack(codes, self.in_features, bits), table, scales, bits).astype(np.float32)
 
-    # -- training of the constants, see models.constants -----------------------------------------------------------
+    # -- training of the constants, see models.quant_constants -----------------------------------------------------
 
     def constant_shapes(self) -> dict[str, tuple[int, int]]:
         return {CONSTANTS: constants_shape(self.shape, self.scheme.bits, self.scheme.group)}
@@ -167,9 +136,11 @@ class LowBitWeight:
         values = read(device, self.constants).astype(np.float32)
         return {name: values.reshape(shape) for name, shape in self.constant_shapes().items()}
 
-    def with_constants(self, constants: Mapping[str, Tensor]) -> TrainedCodes:
-        bits, group = self.scheme.bits, self.scheme.group
-        return TrainedCodes(*self.shape, bits, group, self.codes, constants[CONSTANTS])
+    def with_constants(
+        self, constants: Mapping[str, Tensor], grads: Mapping[str, Tensor], ranges: Tensor
+    ) -> TrainedCodes:
+        bits, group, own = self.scheme.bits, self.scheme.group, constants[CONSTANTS]
+        return TrainedCodes(*self.shape, bits, group, self.codes, own, grads=grads, ranges=ranges)
 
     def packed_with(self, device: Device, constants: Mapping[str, np.ndarray], dtype: str) -> Packed:
         codes, *_ = self._read(device)
@@ -192,7 +163,7 @@ class LowBitWeight:
 
 def quantised(w: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
     """The NumPy reference: codes, table and scales of W, float32 [out, in]."""
-    values = np.nan_to_num(w, nan=0.0, posinf=0.0, neginf=0.0)  # models.audit reports them
+    values = np.nan_to_num(w, nan=0.0, posinf=0.0, neginf=0.0)  # models.loaded_model reports them
     if scheme.bits == 8:
         codes, scales = fit_int8(values, scheme.group)
         return codes, None, scales

@@ -1,6 +1,6 @@
 """How low-bit matrices are stored in a checkpoint.
 
-`X.weight` has the codes: U8 [out, bytes] as `lowbit_codes.pack` packs them or, for 8 bits, I8 [out, in].
+`X.weight` has the codes: U8 [out, bytes] as `lowbit_layout.pack` packs them or, for 8 bits, I8 [out, in].
 `X.weight.table` is [out, 2^bits], for 2 to 4 bits, and `X.weight.scales` is [groups, out]; both are F16 or both F32.
 The scheme of a matrix follows from these shapes; it must be that which config.json states:
 

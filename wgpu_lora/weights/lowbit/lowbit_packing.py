@@ -47,7 +47,7 @@ def pack_lowbit(
     """Fits the tensor `name` of a checkpoint and writes its codes.
 
     Args:
-        codes: u32 [word_rows, out], allocated (see `lowbit_codes`).
+        codes: u32 [word_rows, out], allocated (see `lowbit_layout`).
         shape: (out, in).
         importance: of each input, [in] and at least 0, such as the mean square of activations; None: all are alike.
 
@@ -79,7 +79,7 @@ def pack_lowbit(
                 scales[:, first : first + rows] = read(device, own).T
     result = [values if values.size else None for values in (tables, scales)]
     finite = all((np.abs(values) <= LARGEST).all() for values in result if values is not None)
-    if not finite and np.isfinite(source.read_f32(name)).all():  # models.audit reports values that are not finite
+    if not finite and np.isfinite(source.read_f32(name)).all():  # models.loaded_model reports other values
         raise UserError(f"{name} has values that f16 cannot hold: quantise this model to nf4 instead.")
     return result[0], result[1]
 
@@ -134,7 +134,6 @@ def record_fit(
     *,
     group: int,
     bits: int,
-    rounds: int = ROUNDS,
 ) -> None:
     """Records the fit of `table` f32 [rows, 2^bits] and `scales` f32 [rows, in / group] to w f32 [rows, in].
 
@@ -152,7 +151,7 @@ def record_fit(
     program.dispatch(lut_start, w, table, scales, importance, **shape)
     program.dispatch(lut_lloyd, w, table, scales, importance, iterations=START_ITERATIONS, **shape)
     if scales is not None:
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             program.dispatch(lut_rescale, w, table, scales, importance, **shape)
             program.dispatch(lut_lloyd, w, table, scales, importance, iterations=ITERATIONS, **shape)
         program.dispatch(lut_rescale, w, table, scales, importance, **shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,9 @@ from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, Place, cdiv, k
 from wgpu_lora.gpu.reference_values import Part, evenly_spaced, is_expensive
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Arrays, Constants
-from wgpu_lora.ops.frozen_product import FrozenProduct
+from wgpu_lora.ops.frozen_product import FrozenMatrix, FrozenProduct
 from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.ops.trained_matrix import TrainedMatrix
 from wgpu_lora.weights.lowbit.lowbit_layout import (
     from_words,
     join_constants,
@@ -84,7 +85,7 @@ def codes_gradient(
     bits: U32,
     group: U32,
 ) -> Any:
-    """The gradients by constants, from dw = dW^T of the rows [first, first + columns) (see lowbit_codes.decode).
+    """The gradients by constants, from dw = dW^T of the rows [first, first + columns) (see lowbit_layout.decode).
 
     Those by scales of groups are added: dscale[g, o] += sum over i of group g of entry[o, i] dW[o, i]. Those by entries
     of a table or, of 8 bits without groups, by the row's scale are left as partials[s, c, o] = sum over i of slice s
@@ -147,9 +148,9 @@ CONSTANTS = "constants"
 
 
 @dataclass(frozen=True)
-class TrainedCodes:
-    """A `TrainableMatrix` (ops.trained). constants: f32 [entries + groups, out], all tables and then all scales, as the
-    products read them; only their order matters."""
+class TrainedCodes(TrainedMatrix):
+    """constants: f32 [entries + groups, out], all tables and then all scales, as the products read them; only their
+    order matters."""
 
     out_features: int
     in_features: int
@@ -158,20 +159,13 @@ class TrainedCodes:
     codes: Tensor
     constants: Tensor
 
-    @property
-    def _product(self) -> FrozenProduct:
+    def product(self, siblings: Sequence[FrozenMatrix]) -> FrozenProduct | None:
         shape = (self.out_features,), self.in_features
-        return codes_product(*shape, self.bits, self.group, self.codes, self.constants)
+        return None if siblings else codes_product(*shape, self.bits, self.group, self.codes, self.constants)
 
-    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
-        self._product.forward(rec, x, y, bias, accumulate, None)
-
-    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
-        self._product.backward(rec, dy, dx, accumulate, None)
-
-    def reduce_dw(self, rec: Recorder, dw: Tensor, first: int, grads: Mapping[str, Tensor]) -> None:
+    def reduce_dw(self, rec: Recorder, dw: Tensor, first: int) -> None:
         shape = self.out_features, self.in_features
-        tensors = self.codes, self.constants, grads[CONSTANTS]
+        tensors = self.codes, self.constants, self.grads[CONSTANTS]
         record_codes_gradient(rec, dw, *tensors, shape, first, self.bits, self.group)
 
 

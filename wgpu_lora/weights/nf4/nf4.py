@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, Place, Word, kernel, linear_grid
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.tensor import Storage, Tensor, align, persistent, share_storage, spanning
+from wgpu_lora.gpu.tensor import Storage, Tensor, align, persistent
 from wgpu_lora.ops.frozen_product import FrozenProduct
-from wgpu_lora.ops.linear import FrozenMatrix
-from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared, Weight, read, write
 from wgpu_lora.weights.dense import DTYPES
 from wgpu_lora.weights.nf4.nf4_files import BitsAndBytesNF4
@@ -57,7 +55,7 @@ def nf4_encode(
 
 
 @dataclass(frozen=True)
-class NF4Weight:
+class NF4Weight(Weight):
     """4-bit codes with double-quantised constants. Forward and backward read the same codes.
 
     codes: u32 [ceil(in / 8), out]; word (k8, n) packs W[n, 8 k8 .. 8 k8 + 7], lowest nibble first.
@@ -74,34 +72,20 @@ class NF4Weight:
     stored: bool
     layer: LayerScales | None = None
     index: int = 0
-    format: ClassVar[str] = NAME
+    format = NAME
 
-    def stacked(self, siblings: Sequence[Weight], max_binding: int) -> list[NF4Weight] | None:
-        weights = [self, *(sibling for sibling in siblings if isinstance(sibling, NF4Weight))]
-        alike = all(len(weight.constants) == len(self.constants) for weight in weights)
-        if len(weights) != 1 + len(siblings) or not alike:
-            return None
-        if sum(align(weight.codes.nbytes) for weight in weights) > max_binding:
-            return None
-        codes = share_storage([weight.codes for weight in weights], f"{self.codes.name} and others")
-        constants = [weight.constants for weight in weights]
-        if len(self.constants) == 1:  # they are bound as they are
-            scales = share_storage([own for (own,) in constants], f"{self.constants[0].name} and others")
-            constants = [(own,) for own in scales]
-        return [replace(w, codes=c, constants=own) for w, c, own in zip(weights, codes, constants, strict=True)]
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        return (self.codes, *self.constants) if len(self.constants) == 1 else (self.codes,)
 
-    def product(self, siblings: Sequence[FrozenMatrix]) -> FrozenProduct | None:
-        matrices = [self, *(sibling for sibling in siblings if isinstance(sibling, NF4Weight))]
-        codes = spanning([matrix.codes for matrix in matrices]) if len(matrices) == 1 + len(siblings) else None
-        if codes is None:
-            return None
-        outs, scales = zip(*((matrix.out_features, matrix.scales) for matrix in matrices), strict=True)
-        if any(item.layer is not scales[0].layer for item in scales[1:]):
-            return None
-        return nf4_product(outs, self.in_features, codes, scales)
+    def with_operands(self, *operands: Tensor) -> NF4Weight:
+        codes, *constants = operands
+        return replace(self, codes=codes, constants=tuple(constants) or self.constants)
 
-    def _product(self) -> FrozenProduct:
-        return nf4_product((self.out_features,), self.in_features, self.codes, (self.scales,))
+    def fused(self, weights: Sequence[NF4Weight], operands: Sequence[Tensor]) -> FrozenProduct | None:
+        outs, scales = zip(*((weight.out_features, weight.scales) for weight in weights), strict=True)
+        together = all(item.layer is scales[0].layer for item in scales[1:])
+        return nf4_product(outs, self.in_features, operands[0], scales) if together else None
 
     @property
     def scales(self) -> Scales:
@@ -109,23 +93,17 @@ class NF4Weight:
             return Scales(None, 0, self.constants[0])
         return Scales(self.layer or LayerScales((self.constants,)), self.index)
 
-    def of_layer(self, siblings: Sequence[Weight]) -> list[Weight]:
-        """The matrices of a layer, its own first, with constants in shared storages where they are double-quantised."""
-        weights = [self, *siblings]
-        shared = [i for i, weight in enumerate(weights) if isinstance(weight, NF4Weight) and len(weight.constants) > 1]
+    @classmethod
+    def of_layer(cls, weights: Sequence[Weight]) -> Sequence[Weight]:
+        """The constants of double-quantised matrices are in shared storages."""
+        result = list(weights)
+        shared = [(i, w) for i, w in enumerate(weights) if isinstance(w, NF4Weight) and len(w.constants) > 1]
         for first in range(0, len(shared), MATRICES):
-            places = shared[first : first + MATRICES]
-            result = [weight for weight in (weights[i] for i in places) if isinstance(weight, NF4Weight)]
-            layer = LayerScales.together([weight.constants for weight in result], result[0].codes.name)
-            for index, (place, weight) in enumerate(zip(places, result, strict=True)):
-                weights[place] = replace(weight, constants=layer.constants[index], layer=layer, index=index)
-        return weights
-
-    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
-        self._product().forward(rec, x, y, bias, accumulate, None)
-
-    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
-        self._product().backward(rec, dy, dx, accumulate, None)
+            places, own = zip(*shared[first : first + MATRICES], strict=True)
+            layer = LayerScales.together([weight.constants for weight in own], own[0].codes.name)
+            for index, (place, weight) in enumerate(zip(places, own, strict=True)):
+                result[place] = replace(weight, constants=layer.constants[index], layer=layer, index=index)
+        return result
 
     def storages(self) -> list[Storage]:
         return [t.storage for t in (self.codes, *self.constants)]
@@ -175,7 +153,7 @@ class NF4Weight:
             self.record_packing(program, values, replace(absmax, shape=(self.blocks(rows),)), first, rows, dtype)
             with loading.run(program):
                 result.append(device.read(absmax.storage.buffer, 4 * self.blocks(rows)).view(np.float32).copy())
-        with np.errstate(invalid="ignore"):  # models.audit reports non-finite values
+        with np.errstate(invalid="ignore"):  # models.loaded_model reports non-finite values
             codes, nested, offset = double_quantize(np.concatenate(result))
         self._write_constants(device, codes, np.append(nested, offset).astype(np.float32))
 

@@ -88,43 +88,41 @@ NF4_MIDPOINTS = _midpoints(NF4_CODE)
 DYNAMIC_MIDPOINTS = _midpoints(DYNAMIC_CODE)
 
 
-def quantize_nf4(w: np.ndarray, blocksize: int = BLOCK) -> tuple[np.ndarray, np.ndarray]:
-    """Quantises flattened weights in blocks of `blocksize`; the last block may be shorter.
+def quantize_nf4(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quantises flattened weights in blocks of BLOCK; the last block may be shorter.
 
-    Returns (codes uint8 [n] in 0..15, absmax float32 [ceil(n / blocksize)]).
+    Returns (codes uint8 [n] in 0..15, absmax float32 [ceil(n / BLOCK)]).
     """
-    return _quantize(w, NF4_MIDPOINTS, blocksize)
+    return _quantize(w, NF4_MIDPOINTS, BLOCK)
 
 
-def dequantize_nf4(codes: np.ndarray, absmax: np.ndarray, blocksize: int = BLOCK) -> np.ndarray:
-    """float32 [n] from codes uint8 [n] and absmax float32 [ceil(n / blocksize)]."""
-    values: np.ndarray = NF4_CODE[codes] * _spread(absmax, blocksize, codes.size)
+def dequantize_nf4(codes: np.ndarray, absmax: np.ndarray) -> np.ndarray:
+    """float32 [n] from codes uint8 [n] and absmax float32 [ceil(n / BLOCK)]."""
+    values: np.ndarray = NF4_CODE[codes] * _spread(absmax, BLOCK, codes.size)
     return values
 
 
-def double_quantize(absmax: np.ndarray, blocksize: int = NESTED_BLOCK) -> tuple[np.ndarray, np.ndarray, np.float32]:
-    """Quantises the absmax values of a tensor to 8 bits, in blocks of `blocksize`.
+def double_quantize(absmax: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32]:
+    """Quantises the absmax values of a tensor to 8 bits, in blocks of NESTED_BLOCK.
 
-    Returns (codes uint8 [n], nested_absmax float32 [ceil(n / blocksize)], offset), where the offset is the mean of
+    Returns (codes uint8 [n], nested_absmax float32 [ceil(n / NESTED_BLOCK)], offset), where the offset is the mean of
     `absmax`. It is summed in float64; bitsandbytes sums in float32, so its offset may differ in the last bit.
     """
     offset = np.float32(absmax.mean(dtype=np.float64))
-    codes, nested_absmax = _quantize(absmax - offset, DYNAMIC_MIDPOINTS, blocksize)
+    codes, nested_absmax = _quantize(absmax - offset, DYNAMIC_MIDPOINTS, NESTED_BLOCK)
     return codes, nested_absmax, offset
 
 
-def double_dequantize(
-    codes: np.ndarray, nested_absmax: np.ndarray, offset: np.float32 | float, blocksize: int = NESTED_BLOCK
-) -> np.ndarray:
+def double_dequantize(codes: np.ndarray, nested_absmax: np.ndarray, offset: np.float32 | float) -> np.ndarray:
     """The absmax values, float32 [n]: the inverse of `double_quantize`."""
-    centred: np.ndarray = DYNAMIC_CODE[codes] * _spread(nested_absmax, blocksize, codes.size)
+    centred: np.ndarray = DYNAMIC_CODE[codes] * _spread(nested_absmax, NESTED_BLOCK, codes.size)
     return centred + np.float32(offset)
 
 
-def round_trip(w: np.ndarray, blocksize: int = BLOCK) -> np.ndarray:
+def round_trip(w: np.ndarray) -> np.ndarray:
     """`w` quantised to double-quantised NF4 and back: float32, in the same shape."""
-    codes, absmax = quantize_nf4(w, blocksize)
-    return dequantize_nf4(codes, double_dequantize(*double_quantize(absmax)), blocksize).reshape(w.shape)
+    codes, absmax = quantize_nf4(w)
+    return dequantize_nf4(codes, double_dequantize(*double_quantize(absmax))).reshape(w.shape)
 
 
 def decode_parts(parts: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
