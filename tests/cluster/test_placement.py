@@ -40,60 +40,48 @@ def test_the_score_chooses_among_devices_of_the_same_speed():
     assert place([task()], [shared])[0].score == 32 / 4 * 10.0 / 2
 
 
-def test_data_on_the_host_decide_only_between_similar_devices():
-    candidate = task(data=frozenset({"rows", "more"}))
-    has = device("z", data=frozenset({"rows"}))
-    assert where(place([candidate], [device("b"), has])) == {"a": "z"}
-    assert where(place([candidate], [device("b", 20.0), has])) == {"a": "b"}
+NEAR = task(data=frozenset({"rows", "more"}))
+HAS = device("z", data=frozenset({"rows"}))
+SLOW, FAST = device("slow", 1.0), device("fast", 10.0)
+HELD = device("held", 100.0, GIB)  # idle, but people at the machine hold its memory
+SMALL, LARGE = device("small", free=8 * GIB), device("large", free=32 * GIB)
+UNMEASURED, UNPLANNED = device("c", None, free=32 * GIB), PendingTask("a", {"z": 1})
 
 
-def test_a_large_slow_card_does_not_draw_everything():
-    slow, fast = device("slow", 1.0, 80 * GIB), device("fast", 8.0, 8 * GIB)
-    assert where(place([task()], [slow, fast])) == {"a": "fast"}
-
-
-def test_the_longest_goes_to_the_fastest():
-    places = [device("fast", 10.0), device("slow", 1.0)]
-    assert where(place([task("short", 5.0), task("long", 100.0)], places)) == {"long": "fast", "short": "slow"}
-    assert where(place([task("a", 50.0), task("long", 100.0)], places)) == {"long": "fast"}  # 15 s, not 50
-
-
-def test_a_long_task_waits_for_a_fast_device_when_it_ends_earlier_so():
-    slow = device("slow", 1.0)
-    assert place([task(work=1000.0)], [slow, busy("fast", 10.0, 100.0)]) == []  # 200 s, not 1,000
-    assert where(place([task(work=1000.0)], [slow, busy("fast", 10.0, 5000.0)])) == {"a": "slow"}
-    assert where(place([task(work=1000.0)], [slow, busy("fast", 10.0, math.inf)])) == {"a": "slow"}
+@pytest.mark.parametrize(
+    ("tasks", "places", "expected"),
+    [
+        pytest.param([NEAR], [device("b"), HAS], {"a": "z"}, id="data of the host"),
+        pytest.param([NEAR], [device("b", 20.0), HAS], {"a": "b"}, id="data of a host that is slower"),
+        pytest.param([task()], [device("slow", 1.0, 80 * GIB), device("fast", 8.0, 8 * GIB)], {"a": "fast"},
+                     id="a large slow card"),
+        pytest.param([task("short", 5.0), task("long", 100.0)], [FAST, SLOW], {"long": "fast", "short": "slow"},
+                     id="the longest to the fastest"),
+        pytest.param([task("a", 50.0), task("long", 100.0)], [FAST, SLOW], {"long": "fast"}, id="15 s, not 50"),
+        pytest.param([task()], [SLOW, busy("fast", 10.0, 100.0)], {}, id="waits 200 s, not 1,000"),
+        pytest.param([task()], [SLOW, busy("fast", 10.0, 5000.0)], {"a": "slow"}, id="waits no longer than it takes"),
+        pytest.param([task()], [SLOW, busy("fast", 10.0, math.inf)], {"a": "slow"}, id="waits for nothing endless"),
+        pytest.param([task()], [SLOW, HELD], {"a": "slow"}, id="memory that others hold"),
+        pytest.param([task()], [HELD], {}, id="only memory that others hold"),
+        pytest.param([task("anywhere", 1100.0), task("needy", 1000.0, memory=20 * GIB)], [SMALL, LARGE],
+                     {"needy": "large", "anywhere": "small"}, id="scarce memory"),
+        pytest.param([task(avoid=frozenset({"d"}))], [device("d")], {}, id="avoided"),
+        pytest.param([task()], [device("d", out="quarantined")], {}, id="out"),
+        pytest.param([UNPLANNED], [device("d")], {}, id="no plan for its class"),
+        pytest.param([UNPLANNED], [device("d", free=None)], {}, id="no plan, unknown memory"),
+        pytest.param([task()], [device("a", 10.0), device("b", 10.0), UNMEASURED], {"a": "c"},
+                     id="unmeasured counts as usual"),
+        pytest.param([task()], [device("only", None)], {"a": "only"}, id="unmeasured alone"),
+    ],
+)  # fmt: skip
+def test_where_tasks_are_placed(tasks, places, expected):
+    assert where(place(tasks, places)) == expected
 
 
 def test_no_device_is_idle_for_nothing():
     tasks = [task(f"t{number}") for number in range(9)]
-    placements = place(tasks, [device("slow", 1.0), busy("fast", 10.0, 50.0)])
+    placements = place(tasks, [SLOW, busy("fast", 10.0, 50.0)])
     assert len(placements) == 1  # the first would end earlier on the fast one, but not all of them
-
-
-def test_what_others_hold_is_not_waited_for():
-    fast = device("fast", 100.0, GIB)  # idle, but people at the machine hold its memory
-    assert where(place([task()], [device("slow", 1.0), fast])) == {"a": "slow"}
-    assert place([task()], [fast]) == []
-
-
-def test_scarce_memory_is_left_to_those_that_need_it():
-    small, large = device("small", free=8 * GIB), device("large", free=32 * GIB)
-    tasks = [task("anywhere", 1100.0), task("needy", 1000.0, memory=20 * GIB)]
-    assert where(place(tasks, [small, large])) == {"needy": "large", "anywhere": "small"}
-
-
-def test_devices_that_are_avoided_or_out_get_nothing():
-    assert place([task(avoid=frozenset({"d"}))], [device("d")]) == []
-    assert place([task()], [device("d", out="quarantined")]) == []
-    assert place([PendingTask("a", {"z": 1})], [device("d")]) == []  # no plan for its class
-    assert place([PendingTask("a", {"z": 1})], [device("d", free=None)]) == []
-
-
-def test_unmeasured_devices_count_as_the_usual_one():
-    unmeasured = device("c", None, free=32 * GIB)
-    assert where(place([task()], [device("a", 10.0), device("b", 10.0), unmeasured])) == {"a": "c"}
-    assert where(place([task()], [device("only", None)])) == {"a": "only"}
 
 
 def test_who_has_waited_long_goes_before_more_work():

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.brokers import Owner
 
 from wgpu_lora.protect.hygiene.memory_protection import HostProtection
 
@@ -21,3 +23,8 @@ def unprotected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for protection in reversed(protections):
         protection.restore()
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Owner:
+    return Owner(tmp_path)

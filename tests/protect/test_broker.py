@@ -32,18 +32,8 @@ from wgpu_lora.protect.sealed.keys import DataKey, SigningKey
 INPUTS = int(os.environ.get("WGPU_LORA_FUZZ_INPUTS", "60"))
 
 
-@pytest.fixture
-def owner(tmp_path: Path) -> Owner:
-    return Owner(tmp_path)
-
-
 def rules(caught: Any) -> set[str]:
     return {failure["rule"] for failure in caught.value.failures}
-
-
-def stages(owner: Owner) -> list[str]:
-    """Of the log's lines, whose signatures are verified."""
-    return [dsse.verify(line.rstrip(b"\n"), owner.signing.public)["predicate"]["stage"] for line in owner.lines()]
 
 
 def release(broker: Broker, trainer: Trainer) -> str:
@@ -55,7 +45,7 @@ def refused(owner: Owner, evidence: Callable[[str], bytes], expected: str) -> No
     with owner.broker() as broker, pytest.raises(BrokerRefusal) as caught:
         broker.decide(evidence(broker.nonce()))
     assert rules(caught) == {expected}
-    assert "released" not in stages(owner)
+    assert "released" not in owner.stages()
 
 
 # -- nonces and sessions -----------------------------------------------------------------------------------------------
@@ -70,7 +60,7 @@ def test_the_key_is_released_to_the_session_that_attested(owner: Owner) -> None:
     opened = trainer.opened(token, evidence, nonce)
     assert opened.key.text() == owner.data.text()
     assert (opened.claims["sub"], opened.claims["min_rows"]) == (JOB, None)
-    assert stages(owner) == ["nonce", "released"]
+    assert owner.stages() == ["nonce", "released"]
     assert owner.data.text() not in b"".join(owner.lines())
     decision = dsse.peek(owner.lines()[1].rstrip())["predicate"]["facts"]
     assert decision["evidence_sha256"] == hashlib.sha256(evidence).hexdigest()
@@ -98,7 +88,7 @@ def test_a_nonce_is_used_once_whatever_was_decided(owner: Owner, monkeypatch: py
         broker.decide(Trainer(owner, "a").evidence(nonce))
     with owner.broker() as broker, pytest.raises(BrokerRefusal, match=r"evidence\.nonce"):  # after a restart, too
         broker.decide(Trainer(owner, "b").evidence(nonce))
-    assert stages(owner).count("released") == 1
+    assert owner.stages().count("released") == 1
 
 
 def test_nonces_of_others_and_expired_ones_are_refused(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +104,7 @@ def test_nonces_of_others_and_expired_ones_are_refused(owner: Owner, monkeypatch
             broker.decide(Trainer(owner).evidence(first))
     with owner.broker() as broker, pytest.raises(BrokerRefusal, match=r"evidence\.nonce"):  # while it did not run
         broker.decide(Trainer(owner).evidence(second))
-    assert "released" not in stages(owner)
+    assert "released" not in owner.stages()
 
 
 def test_of_two_clients_at_once_with_one_nonce_one_gets_the_key(owner: Owner) -> None:
@@ -137,7 +127,7 @@ def test_of_two_clients_at_once_with_one_nonce_one_gets_the_key(owner: Owner) ->
         for thread in threads:
             thread.join()
     assert sum("evidence.nonce" in outcome for outcome in outcomes) == 5
-    assert stages(owner).count("released") == 1
+    assert owner.stages().count("released") == 1
 
 
 def test_evidence_that_does_not_fit_is_refused(owner: Owner, capfd: pytest.CaptureFixture[str]) -> None:
@@ -461,7 +451,7 @@ def test_what_a_crash_leaves_is_repaired_and_nothing_is_released_twice(owner: Ow
     owner.log.write_bytes(b"".join(lines) + lines[1][:-1])  # a line without its end
     with owner.broker() as broker, pytest.raises(BrokerRefusal, match=r"evidence\.nonce"):
         broker.decide(evidence)
-    assert stages(owner) == ["nonce", "released", "refused", "repaired", "refused"]
+    assert owner.stages() == ["nonce", "released", "refused", "repaired", "refused"]
 
 
 def test_nothing_is_released_if_it_cannot_be_recorded(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,16 +40,10 @@ from wgpu_lora.protect.broker import broker_app, broker_client
 from wgpu_lora.protect.broker.broker import BrokerRefusal, open_broker, sign_progress
 from wgpu_lora.protect.broker.broker_app import MAX_EVIDENCE, MEDIA_TYPE, Rate, make_app
 from wgpu_lora.protect.broker.broker_client import MAX_ANSWER, TRIES, BrokerClient
-from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.sealed.keys import SigningKey
 
 T = TypeVar("T")
 DSSE = {"Content-Type": MEDIA_TYPE}
-
-
-@pytest.fixture
-def owner(tmp_path: Path) -> Owner:
-    return Owner(tmp_path)
 
 
 @pytest.fixture
@@ -61,10 +55,6 @@ def messages() -> list[str]:
 def client(owner: Owner, messages: list[str]) -> Iterator[TestClient]:
     with owner.broker() as broker:
         yield TestClient(make_app(broker, messages.append), raise_server_exceptions=False)
-
-
-def stages(owner: Owner) -> list[str]:
-    return [dsse.verify(line.rstrip(b"\n"), owner.signing.public)["predicate"]["stage"] for line in owner.lines()]
 
 
 # -- the application, without a server ---------------------------------------------------------------------------------
@@ -225,7 +215,7 @@ def test_a_process_from_its_start_over_attacks_to_sigterm(owner: Owner) -> None:
     assert "Stopped" in served.output[-1]
     assert "Traceback" not in text
     assert "AGE-SECRET" not in text
-    assert (stages(owner)[0], stages(owner)[-1], stages(owner).count("released")) == ("started", "stopped", 1)
+    assert (owner.stages()[0], owner.stages()[-1], owner.stages().count("released")) == ("started", "stopped", 1)
 
 
 def address(url: str) -> tuple[str, int]:
@@ -278,7 +268,7 @@ def test_kill_9_between_the_log_and_the_answer(owner: Owner) -> None:
         with pytest.raises(UserError, match=r"evidence\.nonce"):
             broker.decide(evidence)
         broker.decide(Trainer(owner).evidence(broker.nonce()))  # the job may ask anew
-    assert stages(owner) == ["started", "nonce", "released", "refused", "nonce", "released"]
+    assert owner.stages() == ["started", "nonce", "released", "refused", "nonce", "released"]
 
 
 def asked_here(owner: Owner, ask: Callable[[str], T], tls: tuple[Path, Path] | None = None) -> T:

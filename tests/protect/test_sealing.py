@@ -10,12 +10,10 @@ import re
 import shutil
 import signal
 import stat
-import subprocess
 import tarfile
 import time
 from base64 import b64encode
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 import pyrage
@@ -572,23 +570,3 @@ def test_archives_that_nobody_should_open(tmp_path: Path, monkeypatch: pytest.Mo
     for call in (lambda: archive.unpack(ten), lambda: archive.pack({str(i): b"" for i in range(10)})):
         with pytest.raises(UserError, match="more than 9"):
             call()
-
-
-@settings(max_examples=100, deadline=None)
-@given(at=st.integers(0, 6000), piece=st.binary(min_size=1, max_size=12))
-def test_a_damaged_archive_is_read_or_refused(at: int, piece: bytes) -> None:
-    data = bytearray(archive.pack(FILES))
-    at %= len(data)
-    data[at : at + len(piece)] = piece[: len(data) - at]
-    with suppress(UserError):
-        archive.unpack(data)
-
-
-@pytest.mark.skipif(shutil.which("age") is None, reason="needs the age program")
-def test_the_age_program_opens_and_makes_them(tmp_path: Path) -> None:
-    (tmp_path / "key").write_bytes(KEY.file_text())
-    (tmp_path / "sealed").write_bytes(seal_bytes(b"rows", [KEY.recipient]))
-    opened = subprocess.run(["age", "-d", "-i", tmp_path / "key", tmp_path / "sealed"], capture_output=True, check=True)
-    assert opened.stdout == b"rows"
-    sealed = subprocess.run(["age", "-r", KEY.recipient], input=b"rows", capture_output=True, check=True)
-    assert unseal_bytes(sealed.stdout, KEY) == b"rows"

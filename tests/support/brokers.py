@@ -19,6 +19,7 @@ from support.policies import GIVEN, LEAST, OWNER
 from wgpu_lora.protect.attestation.claims import LEVELS, PROFILE, attest
 from wgpu_lora.protect.broker.broker import Broker
 from wgpu_lora.protect.broker.release_token import Release, open_release
+from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys, SigningKey, write_private
 
@@ -63,6 +64,10 @@ class Owner:
     def lines(self) -> list[bytes]:
         """Of the broker's log."""
         return self.log.read_bytes().splitlines(keepends=True)
+
+    def stages(self) -> list[str]:
+        """Of the log's lines, whose signatures are verified."""
+        return [dsse.verify(line.rstrip(b"\n"), self.signing.public)["predicate"]["stage"] for line in self.lines()]
 
 
 @dataclass

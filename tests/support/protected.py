@@ -47,12 +47,9 @@ class Hospital:
 
     def policy(self, *sealed: Path, more: str = "") -> None:
         """A policy that releases the key for these files."""
-        from support.policies import digest
-
         digests = ", ".join(f'"{file_digest(path)}"' for path in sealed)
         text = LEAST.replace(OWNER, self.owner.data.recipient)
         digest_lines = [line for line in text.splitlines() if line.startswith("sha256 = ")]
-        assert len(digest_lines) == 1, (digest_lines, digest)
         self.owner.policy.write_text(text.replace(digest_lines[0], f"sha256 = [{digests}]") + more)
 
     def job(self, name: str = "job", broker: str | None = None, own: str = "", **options: Any) -> Path:

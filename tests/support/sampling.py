@@ -1,12 +1,10 @@
-"""Test cases drawn by the commit: each commit tries others, and `make test-full` (WGPU_LORA_TESTS_FULL) all of them."""
+"""A fixed sample of test cases, the same at every commit for bisections; WGPU_LORA_TESTS_FULL runs all of them."""
 
 from __future__ import annotations
 
 import os
 import random
-import subprocess
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,33 +13,13 @@ ROOT = Path(__file__).parents[2]
 T = TypeVar("T")
 
 
-def git(*arguments: str) -> str:
-    """What git prints, or nothing where there is no git, no repository or no such commit."""
-    try:
-        process = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    except OSError:
-        return ""
-    return process.stdout if process.returncode == 0 else ""
-
-
-@cache
-def commit() -> str:
-    return git("rev-parse", "HEAD").strip()
-
-
-@cache
-def changed_files() -> frozenset[str]:
-    """The files that the commit and the working tree changed."""
-    return frozenset(git("diff", "--name-only", "HEAD~1").splitlines())
-
-
 def seeds(count: int, name: str) -> list[int]:
-    """Seeds of the commit, other ones by name."""
-    return random.Random(f"{commit()} {name}").sample(range(2**31), count)
+    """Fixed seeds, other ones by name."""
+    return random.Random(name).sample(range(2**31), count)
 
 
 def sample(cases: Sequence[T], share: float, always: Callable[[T], Any] = lambda case: False) -> list[T]:
-    """A share of the cases, in their order, at least one, and those that `always` names."""
+    """A fixed share of the cases, in their order, at least one, and those that `always` names."""
     count = max(1, round(share * len(cases)))
-    indices = set(range(len(cases)) if FULL else random.Random(commit()).sample(range(len(cases)), count))
+    indices = set(range(len(cases)) if FULL else random.Random(0).sample(range(len(cases)), count))
     return [case for index, case in enumerate(cases) if index in indices or always(case)]

@@ -1,4 +1,4 @@
-"""Random kills of workers, nodes, the head and the network, drawn by the commit: every adapter is trained once."""
+"""Random kills of workers, nodes, the head and the network, drawn by a fixed seed: every adapter is trained once."""
 
 from __future__ import annotations
 

@@ -37,6 +37,7 @@ from wgpu_lora.models.architectures import load_config
 from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.model_files import read_model
 from wgpu_lora.models.rotary_embedding import inv_freq
+from wgpu_lora.protect.sealed import archive
 from wgpu_lora.tokenizer import gguf_tokenizer, tokenizer, tokenizer_process
 from wgpu_lora.tokenizer.local_tokenizer import LocalTokenizer
 from wgpu_lora.weights.base import Packed
@@ -53,7 +54,7 @@ ROWS = [
     {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "attention_mask": [1, 1, 1]},
 ]  # fmt: skip
 SLOW, PROCESSES = 1.0, 0.04  # shares of what is slow, and of what starts a process for each input
-Run = Callable[[bytes], None]
+Run = Callable[[bytes], object]
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,10 @@ def some_settings(place: Path) -> list[bytes]:
     return [b"\n\n".join((DEMO / name).read_bytes() for name in ("tokenizer_config.json", "generation_config.json"))]
 
 
+def some_archives(place: Path) -> list[bytes]:
+    return [archive.pack({"adapter_model.safetensors": bytes(range(256)) * 5, "a/b/deep.json": b"{}", "empty": b""})]
+
+
 def small_tokenizer() -> bytes:
     """The demo's tokenizer.json, cut to the vocabulary of the smallest model."""
     stated = json.loads((DEMO / "tokenizer.json").read_text())
@@ -311,5 +316,6 @@ TARGETS = {
     "chat_template": Target(chat_template, files("data/*.jinja", demo="chat_template.jinja"), of_template, SLOW),
     "rows": Target(rows, some_rows, of_rows, SLOW),
     "evidence": Target(lambda place: evidence.read, evidence.statements, of_json),
+    "archive": Target(lambda place: archive.unpack, some_archives),
     "gguf": Target(reading(gguf, "model.gguf"), a_gguf, None, SLOW),
 }
