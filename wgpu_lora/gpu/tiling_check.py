@@ -1,4 +1,4 @@
-"""Checks tilings of heavy kernels on a small call that compiles to the same shader (see gpu.tunable)."""
+"""Checks tilings of heavy kernels on a small call that compiles to the same shader (see gpu.tiling.Tunable)."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from wgpu_lora.untrusted_patterns import first_matches
 def read_adapter_for(
     config: ModelConfig, adapter: Path | str, model: str = "the model", contents: Mapping[str, bytes] | None = None
 ) -> tuple[AdapterConfig, dict[str, tuple[np.ndarray, ...]]]:
-    """Reads a PEFT adapter of a model, as `formats.peft.read_adapter` does.
+    """Reads a PEFT adapter of a model, as `formats.peft_adapter.read_adapter` does.
 
     Modules may also have the names of a larger model that this one is part of (`ModelConfig.STORED`), as PEFT gives
     them over `AutoModelForImageTextToText`. The result has the model's names everywhere.

@@ -5,8 +5,8 @@ packed or copied behind its last use in the forward pass, and restored in a new 
 pass, which reads the new one. So ops do not know about it, and arenas use the memory in between. Row statistics, such
 as log-sum-exps, are not declared: they are small, and their errors would be amplified.
 
-In f16, every block of up to 256 values of a token has a scale (see `ops.half.to_half`), so nothing overflows. Blocks do
-not span tokens: padding after the last one has values of any size, such as those of an earlier batch.
+In f16, every block of up to 256 values of a token has a scale (see `ops.half_precision.to_half`), so nothing overflows.
+Blocks do not span tokens: padding after the last one has values of any size, such as those of an earlier batch.
 """
 
 from __future__ import annotations

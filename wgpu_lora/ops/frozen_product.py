@@ -20,7 +20,7 @@ BINDINGS = 8  # storage buffers of a kernel that WebGPU guarantees
 class FrozenProduct:
     """The products with matrices [out, in_features] that are stored together, of these numbers of rows.
 
-    y, dy and the bias are flat if there are several matrices: the regions of all (see ops.stack).
+    y, dy and the bias are flat if there are several matrices: the regions of all (see ops.matrix_stack).
 
     kernel, gradient: the format's kernels; their bindings are named as those of `ops.matmul`, and W's as in `tensors`.
     tensors: of W, by name; recorded when they are first used. constants: of the format.

@@ -42,7 +42,7 @@ class Fusing(FrozenMatrix, Protocol):
 
 @runtime_checkable
 class Trains(FrozenMatrix, Protocol):
-    """A matrix that is trained itself (see ops.trained)."""
+    """A matrix that is trained itself (see ops.trained_matrix)."""
 
     def record_gradients(self, rec: Recorder, x: Tensor, dy: Tensor) -> None:
         """Adds to the gradients of what is trained of it, from y = x W^T."""

@@ -139,7 +139,7 @@ def matmul_nt(
     form: Word = "nt",
 ) -> Any:
     """y[m, n] (+)= a_scale[m] sum_k a[m, k] b[n, k] (+ bias[n]) (+ h factor^T, see `adapted`); tiles entirely past row
-    count[0] are skipped. stacked, gated: see ops.stack."""
+    count[0] are skipped. stacked, gated: see ops.matrix_stack."""
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in matmul_nt.bindings}
@@ -188,7 +188,7 @@ def matmul_nn(
     form: Word = "nn",
 ) -> Any:
     """y[m, n] (+)= a_scale[m] sum_k a[m, k] b[k, n] (+ h factor, see `adapted`); with row_scale, y[m] is scaled by
-    row_scale[m] first. stacked: see ops.stack."""
+    row_scale[m] first. stacked: see ops.matrix_stack."""
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in matmul_nn.bindings}

@@ -20,7 +20,7 @@ from wgpu_lora.gpu.tensor import ALIGNMENT
 
 PARTS = 3  # at most
 ALL_PARTS = "1" * PARTS  # of a stack's parts, which have an adapter
-FACTOR_BLOCK = 1024  # values; `ops.optimizer.BLOCK`
+FACTOR_BLOCK = 1024  # values; `ops.gradient_norm.BLOCK`
 
 
 def region(values: int, item_bytes: int = 4) -> int:

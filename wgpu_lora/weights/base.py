@@ -38,7 +38,7 @@ class BlockSource(Protocol):
 
 
 class MatrixSource(StoredFormats, BlockSource, Protocol):
-    """The part of a checkpoint that loading a matrix uses (see `formats.checkpoint.Checkpoint`)."""
+    """The part of a checkpoint that loading a matrix uses (see `formats.safetensors_checkpoint.Checkpoint`)."""
 
     def dtype(self, name: str) -> str:
         """The dtype of `read_raw`, in safetensors' notation."""
@@ -101,7 +101,7 @@ class Table(StoredMatrix, EmbeddingTable, Protocol):
 
 @runtime_checkable
 class Stacking(Weight, Protocol):
-    """A weight that can be stored together with others, so that one dispatch multiplies all of them (see ops.stack)."""
+    """A weight that can be stored together with others, so that one dispatch multiplies all (see ops.matrix_stack)."""
 
     def stacked(self, siblings: Sequence[Weight], max_binding: int) -> Sequence[Weight] | None:
         """The declared matrices, its own first, in shared storages; None if they cannot be multiplied together."""
@@ -130,7 +130,7 @@ def of_layer(weights: Sequence[Weight]) -> Sequence[Weight]:
 
 
 class BaseFormat(Protocol):
-    """A way to store frozen matrices, registered in `registry.BASE_FORMATS`."""
+    """A way to store frozen matrices, registered in `weights.base_formats.BASE_FORMATS`."""
 
     @property
     def name(self) -> str:
@@ -227,7 +227,7 @@ class Packed:
 
 
 class StoredTensors(Protocol):
-    """The tensors of a checkpoint as a packed form reads them (see `formats.packed.PackedCheckpoint`)."""
+    """The tensors of a checkpoint as a packed form reads them (see `formats.packed_checkpoint.PackedCheckpoint`)."""
 
     @property
     def directory(self) -> Path: ...

@@ -158,7 +158,7 @@ def _rows_as(source: MatrixSource, name: str, dtype: str, start: int, stop: int)
         return source.read_raw(name, start, stop)
     values = source.read_f32(name, start, stop)
     limit = MOST.get(dtype, np.inf)
-    if limit < np.abs(values).max() < np.inf:  # models.audit reports non-finite values
+    if limit < np.abs(values).max() < np.inf:  # AuditedSource reports non-finite values
         raise UserError(
             f"{name} has values beyond {dtype}'s range of {limit:,.6g}: use {setting('base_dtype', DEFAULT_FORMAT)} "
             "or f32."

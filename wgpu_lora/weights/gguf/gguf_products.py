@@ -145,7 +145,7 @@ def gguf_matmul(
     form: Word = "nt",
 ) -> Any:
     """y[m, n] (+)= a_scale[m] sum_k a[m, k] W[w_first + n, k] (+ bias[n]) (+ h factor^T, see `adapted`) for a W of
-    n + w_skip rows in a type of GGUF files; tiles past row count[0] are skipped. stacked, gated: see ops.stack."""
+    n + w_skip rows in a type of GGUF files; tiles past row count[0] are skipped. stacked, gated: ops.matrix_stack."""
     c = locals()
     arrays = {name: c.pop(name) for name in gguf_matmul.bindings}
     if stacked:
@@ -196,7 +196,7 @@ def gguf_matmul_backward(
     form: Word = "nn",
 ) -> Any:
     """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[w_first + k, n] (+ h factor, see `adapted`), from the same codes as
-    forward; with row_scale, dx[m] is scaled by row_scale[m] first. stacked: see ops.stack."""
+    forward; with row_scale, dx[m] is scaled by row_scale[m] first. stacked: see ops.matrix_stack."""
     c = locals()
     arrays = {name: c.pop(name) for name in gguf_matmul_backward.bindings}
     if stacked:

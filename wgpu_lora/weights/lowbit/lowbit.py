@@ -158,7 +158,7 @@ class LowBitWeight:
         bits = self.scheme.bits
         return decode(unpack(codes, self.in_features, bits), table, scales, bits).astype(np.float32)
 
-    # -- training of the constants, see models.constants -----------------------------------------------------------
+    # -- training of the constants, see models.quant_constants -----------------------------------------------------
 
     def constant_shapes(self) -> dict[str, tuple[int, int]]:
         return {CONSTANTS: constants_shape(self.shape, self.scheme.bits, self.scheme.group)}
@@ -192,7 +192,7 @@ class LowBitWeight:
 
 def quantised(w: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
     """The NumPy reference: codes, table and scales of W, float32 [out, in]."""
-    values = np.nan_to_num(w, nan=0.0, posinf=0.0, neginf=0.0)  # models.audit reports them
+    values = np.nan_to_num(w, nan=0.0, posinf=0.0, neginf=0.0)  # AuditedSource reports them
     if scheme.bits == 8:
         codes, scales = fit_int8(values, scheme.group)
         return codes, None, scales

@@ -79,7 +79,7 @@ def pack_lowbit(
                 scales[:, first : first + rows] = read(device, own).T
     result = [values if values.size else None for values in (tables, scales)]
     finite = all((np.abs(values) <= LARGEST).all() for values in result if values is not None)
-    if not finite and np.isfinite(source.read_f32(name)).all():  # models.audit reports values that are not finite
+    if not finite and np.isfinite(source.read_f32(name)).all():  # AuditedSource reports values that are not finite
         raise UserError(f"{name} has values that f16 cannot hold: quantise this model to nf4 instead.")
     return result[0], result[1]
 

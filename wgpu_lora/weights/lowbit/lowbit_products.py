@@ -150,7 +150,7 @@ def codes_matmul(
     form: Word = "nt",
 ) -> Any:
     """y[m, n] (+)= a_scale[m] sum_k a[m, k] W[n, k] (+ bias[n]) (+ h factor^T, see `adapted`) for a W[n, k] of codes
-    of `bits` bits, see lowbit_codes.decode_device. stacked, gated: see ops.stack."""
+    of `bits` bits, see lowbit_codes.decode_device. stacked, gated: see ops.matrix_stack."""
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in codes_matmul.bindings}
@@ -199,7 +199,7 @@ def codes_matmul_backward(
     form: Word = "nn",
 ) -> Any:
     """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] (+ h factor, see `adapted`) for a W[k, n] of codes, from the same
-    words as forward. stacked: see ops.stack."""
+    words as forward. stacked: see ops.matrix_stack."""
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in codes_matmul_backward.bindings}

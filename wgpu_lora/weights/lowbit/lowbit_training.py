@@ -148,8 +148,8 @@ CONSTANTS = "constants"
 
 @dataclass(frozen=True)
 class TrainedCodes:
-    """A `TrainableMatrix` (ops.trained). constants: f32 [entries + groups, out], all tables and then all scales, as the
-    products read them; only their order matters."""
+    """A `TrainableMatrix` (ops.trained_matrix). constants: f32 [entries + groups, out], all tables, then all scales, as
+    the products read them; only their order matters."""
 
     out_features: int
     in_features: int

@@ -175,7 +175,7 @@ class NF4Weight:
             self.record_packing(program, values, replace(absmax, shape=(self.blocks(rows),)), first, rows, dtype)
             with loading.run(program):
                 result.append(device.read(absmax.storage.buffer, 4 * self.blocks(rows)).view(np.float32).copy())
-        with np.errstate(invalid="ignore"):  # models.audit reports non-finite values
+        with np.errstate(invalid="ignore"):  # AuditedSource reports non-finite values
             codes, nested, offset = double_quantize(np.concatenate(result))
         self._write_constants(device, codes, np.append(nested, offset).astype(np.float32))
 

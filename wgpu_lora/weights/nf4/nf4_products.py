@@ -108,7 +108,7 @@ def nf4_matmul(
     form: Word = "nt",
 ) -> Any:
     """y[m, n] (+)= a_scale[m] sum_k a[m, k] W[n, k] (+ bias[n]) (+ h factor^T, see `adapted`) for an NF4 W[n, k].
-    stacked, gated: see ops.stack."""
+    stacked, gated: see ops.matrix_stack."""
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in nf4_matmul.bindings}
@@ -155,7 +155,7 @@ def nf4_matmul_backward(
     form: Word = "nn",
 ) -> Any:
     """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] (+ h factor, see `adapted`) for an NF4 W[k, n], from the same
-    codes as forward. stacked: see ops.stack."""
+    codes as forward. stacked: see ops.matrix_stack."""
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in nf4_matmul_backward.bindings}
