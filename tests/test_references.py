@@ -19,10 +19,11 @@ DOTTED = re.compile(r"(?<![\w/.'\"<@:%-])([a-z_]\w*(?:\.[A-Za-z_]\w*)+)(?![\w/(*
 STRING = re.compile(r'(?P<docstring>^[ ]*r?)?"""(?P<text>.*?)"""', re.DOTALL | re.MULTILINE)
 COMMENT = re.compile(r"(?:^|\s)(#[^\n\"]*)")
 DATA = re.compile(r".*\.(age|cpp|ggml(\.\w+)?|gguf|gz|html|j2|jinja|js|jsonl?|key|md|py|safetensors|sig|toml|wgsl)$")
-# What users or other programs name: files, tables of TOML, modules of transformers and bitsandbytes.
+# What users, examples or other programs name: files, tables of TOML, modules of transformers and bitsandbytes.
 FOREIGN = {
     "FILE.py", "made.py", "make_rows.py", "my_rewards.py", "my_tools.py", "house-style/README.md",
-    "backends/default/ops.py", "functional.py", "modeling_rope_utils.py", "api.GPUError", "tokenizers.Tokenizer",
+    "objectives/scaled.wgsl", "shaders/objectives/scaled.wgsl", "backends/default/ops.py", "functional.py",
+    "modeling_rope_utils.py", "api.GPUError", "tokenizers.Tokenizer",
 }  # fmt: skip
 
 
