@@ -157,7 +157,7 @@ class Events:
         """A checkpoint has been written. adapter: its name in a pipeline."""
 
     def retired(self, reason: str, adapter: str | None) -> None:
-        """An adapter's training has ended for one of `train.ending.STOP_TEXT`, and its results have been written.
+        """An adapter's training has ended for one of `stop_reasons.STOP_TEXT`, and its results have been written.
 
         adapter: its name in a pipeline, whose others may go on.
         """

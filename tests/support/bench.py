@@ -29,7 +29,7 @@ MINI_DELTA = parse_config(
         "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 256, "tie_word_embeddings": True,
     }
 )  # fmt: skip
-MINI_ROW = ("qwen3", 128, 64, 128, 3, 2, 1, 32, 1e-6, 1e6, True, 64)  # of models.shapes, with three layers
+MINI_ROW = ("qwen3", 128, 64, 128, 3, 2, 1, 32, 1e-6, 1e6, True, 64)  # of models.published_shapes, with three layers
 CEILINGS = Ceilings(100.0, 10.0, 20.0, 1e-5, None, "timestamps")
 
 

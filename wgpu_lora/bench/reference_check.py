@@ -20,7 +20,7 @@ POISON_BYTES = 16 << 20
 class ReferenceErrors:
     """The largest normalised mean squared error and its kernel.
 
-    outputs: number of outputs compared. in_part: kernels of which only a part was compared (see gpu.part).
+    outputs: number of outputs compared. in_part: kernels of which only a part was compared (see gpu.reference_values).
     """
 
     nmse: float = 0.0

@@ -4,7 +4,7 @@ The answer is code written by a model, so it is untrusted. It runs in a separate
 (checks/confine); its results come back as plain data, and the asserts are evaluated here. The expected values are never
 in that process, so an answer can only pass by returning them.
 
-Protection on Linux (x86-64, arm64): a seccomp filter that allows 19 system calls (18 on arm64) and refuses files,
+Protection on Linux (x86-64, arm64): a seccomp filter that allows 20 system calls (19 on arm64) and refuses files,
 sockets, processes, threads and signals; user, mount, PID, network, IPC, UTS and cgroup namespaces with an empty root,
 where the kernel permits them; no environment, no privileges; limits on CPU time, address space (512 MiB), output (256
 KiB) and wall-clock time, after which the process is killed with everything that it started. Not covered: kernel bugs,

@@ -257,7 +257,7 @@ def _help_all(options: int) -> Any:
 
 
 def option_parameter(item: Any) -> inspect.Parameter:
-    """The parameter of a command for a declared field (`train.declared.option`)."""
+    """The parameter of a command for a declared field (`train.option_types.option`)."""
     parts, metadata = kinds(item), item.metadata
     kind: Any = KINDS[parts[0]]
     name = f"--{item.name.replace('_', '-')}"

@@ -165,7 +165,8 @@ def read_tensors(device: Device, present: Sequence[str], tensors: Sequence[Tenso
 def differences(kernel: Kernel, constants: Constants, before: Arrays, after: Arrays) -> Iterator[tuple[Any, Any, bool]]:
     """(values, reference, whether they are a part) of each output, from the tensors before and after a dispatch.
 
-    Large calls are compared in part (see gpu.part), packed codes by code. Kernels without a reference give nothing.
+    Large calls are compared in part (see gpu.reference_values), packed codes by code. Kernels without a reference
+    give nothing.
 
     Raises:
         Exception: the reference does not take these tensors; a note names the kernel.

@@ -1,6 +1,6 @@
 """A kernel's declaration: the signature is the binding table, the docstring the formula, the body the reference.
 
-    @kernel("rmsnorm_forward.wgsl", grid=lambda c: one_per(c.rows, 1))
+    @kernel("rmsnorm_forward.wgsl.j2", grid=lambda c: one_per(c.rows, 1))
     def rmsnorm_forward(x: In, weight: Fixed, y: Out, *, rows: U32, cols: U32, eps: F32):
         '''y[r] = x[r] * weight / sqrt(mean(x[r]^2) + eps)'''
         return x / np.sqrt(...) * weight

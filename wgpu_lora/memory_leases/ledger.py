@@ -242,7 +242,7 @@ class LedgerEntry:
         what: purpose, in a few words.
         holds: True for a lease, False for a place in the queue.
         since: when it began to hold or to wait; renewed: when its owner last renewed it. Seconds since 1970.
-        host, pid, started, boot_id: the owner, as identified by share.owner.
+        host, pid, started, boot_id: the owner, as identified by `process_identity`.
     """
 
     id: str

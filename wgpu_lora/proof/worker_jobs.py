@@ -176,7 +176,7 @@ def step(port: EventWriter, *, directory: str, device: int, differences: bool) -
     session, run = job.session, job.run
     with closing(session):
         session.allocate(choices=record.state.tiles)
-        first = next(run.stream.steps())  # depends on the options only (train.stream)
+        first = next(run.stream.steps())  # depends on the options only (train.session.data_stream)
         batches = [(session.batch_for(groups), groups) for groups in run.stream.groups(first)]
         result = {}
         if differences:  # first, while the gradients are zero

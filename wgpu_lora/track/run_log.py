@@ -157,7 +157,7 @@ def new_id() -> str:
 
 @dataclass(frozen=True)
 class Process:
-    """A process, as share.owner identifies it."""
+    """A process, as `process_identity` identifies it."""
 
     host: str
     boot: str

@@ -73,8 +73,8 @@ def prepare_files(
 ) -> dict[str, Any]:
     """Prepare the rows of files, folders, glob patterns and datasets, and write them into a new directory.
 
-    The directory has the files of `kinds.FILES` that have rows, `valid.jsonl` with --validation-split, `rejected.jsonl`
-    if rows were rejected, and `report.json`. The same inputs and options give the same bytes.
+    The directory has the files of `row_edits.FILES` that have rows, `valid.jsonl` with --validation-split,
+    `rejected.jsonl` if rows were rejected, and `report.json`. The same inputs and options give the same bytes.
 
     Returns:
         The contents of report.json.

@@ -138,7 +138,7 @@ class GGUFCheckpoint:
         return places[:, 0] // block if whole.all() else None
 
     def digest(self) -> str:
-        """A SHA-256 (hex) that identifies the file, as in `formats.checkpoint.Checkpoint.digest`."""
+        """A SHA-256 (hex) that identifies the file, as in `formats.safetensors_checkpoint.Checkpoint.digest`."""
         tensors = [(name, info.kind.name, list(info.shape)) for name, info in sorted(self._tensors.items())]
         sha = hashlib.sha256(json.dumps(tensors).encode())
         size = self.path.stat().st_size
@@ -165,7 +165,7 @@ class GGUFCheckpoint:
         else:
             step = max(1, _GROUP_VALUES // per_row)
             values = np.empty((len(rows), per_row), np.float32)
-            with np.errstate(all="ignore"):  # a damaged scale may be any bits; models.audit reports non-finite values
+            with np.errstate(all="ignore"):  # a damaged scale may be any bits; AuditedSource reports non-finite values
                 for first in range(0, len(rows), step):
                     part = rows[first : first + step]
                     values[first : first + step] = quants.dequantize(part.reshape(1, -1), info.kind).reshape(

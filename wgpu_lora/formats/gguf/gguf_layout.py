@@ -80,7 +80,7 @@ class Layout:
 
     def values(self, rows: np.ndarray) -> np.ndarray:
         """A checkpoint's values, float32, of rows as the file has them, in the file's order of columns."""
-        with np.errstate(all="ignore"):  # models.audit reports values that are not finite
+        with np.errstate(all="ignore"):  # AuditedSource reports values that are not finite
             rows = np.log(-rows) if self.negative_exp else rows
         return rows - np.float32(self.offset) if self.offset else rows
 

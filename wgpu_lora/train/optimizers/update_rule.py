@@ -58,7 +58,7 @@ class State:
 class Page:
     """A page of all slots' parameters, `blocks` of BLOCK values, and the tensors of its update.
 
-    state: as `OptimizerState.pages` (state.py) has them. block_owners u32 [blocks]: 2 * slot, + 1 unless it is of
+    state: as `OptimizerState.pages` has them. block_owners u32 [blocks]: 2 * slot, + 1 unless it is of
     an A, or NO_OWNER. hyper: a Hyper per owner. report f32 [slots, 4]: (norm, clipping factor, 1 if the slot may be
     updated, loss). optimizer_state: of the state_class. scratch: what the check has recorded for the update.
     """

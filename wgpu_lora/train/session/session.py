@@ -68,7 +68,7 @@ class Session:
         mismatched: tokens of the longest mismatched row (`DataStream.longest_mismatched`), 0 if there are none.
         positions: tokens of the longest row of any pass (`DataStream.longest`).
         sampling: what completions are sampled with, None for no sampling.
-        compute_dtype: type that the inputs of frozen matmuls are rounded to (see ops.half).
+        compute_dtype: type that the inputs of frozen matmuls are rounded to (see ops.half_precision).
         saving: how activations are stored for the backward pass.
     """
 
