@@ -13,8 +13,8 @@ from support.training import golden_arguments
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import REGISTRY
 from wgpu_lora.models.architectures import ARCHITECTURES, parse_config
-from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.objectives import OBJECTIVES
+from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.training_log import LOG, read_log
 
 
