@@ -29,7 +29,7 @@ from scripts.gpu_compilers.compiler_report import (
 from scripts.gpu_compilers.compiler_report import tiling as tiling_words
 from scripts.gpu_compilers.compiler_run import Answers, ask
 from scripts.gpu_compilers.gpus import GPUS, ROOT, Gpu, place_of
-from scripts.gpu_compilers.predicted_step import report, write
+from scripts.gpu_compilers.predicted_step import report
 from scripts.gpu_compilers.recorded_kernels import Selection
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.brick_results import Writer
@@ -130,7 +130,6 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--step", choices=SHAPES, help="predict the time of a training step in f32 and in f16, instead")
     parser.add_argument("--batch", type=batch, default=(4, 512), help="of --step: rows x tokens (default: 4x512)")
-    parser.add_argument("--page", type=Path, help="write the predicted step to its place in this file, too")
     parser.add_argument("--in-root", action="store_true", help="use the root's newer Mesa for all GPUs")
     parser.add_argument("--root", type=Path, default=ROOT, help=f"of the newest Debian (default: {ROOT})")
     parser.add_argument("--jobs", type=count, default=2)
@@ -142,8 +141,6 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.step and (args.check or args.json or args.predictions):
         parser.error("--step prints its table alone: leave out --check, --json and --predictions.")
-    if args.page and not args.step:
-        parser.error("--page is for a predicted step: give --step, too.")
     gpus = [GPUS[name] for name in args.gpu or (WITH_MATRICES if args.step else GPUS)]
     explicit = args.shape is not None or args.head_dim is not None
     selection = Selection(
@@ -190,11 +187,7 @@ def predict(gpus: list[Gpu], selection: Selection, args: argparse.Namespace, com
             for gpu in gpus
             for size in args.subgroup_size or gpu.subgroups[:1]
         ]
-    command = command.removesuffix(f" --page {args.page}")
-    text = report(answers, of, command)
-    print(text)
-    if args.page:
-        write(args.page, text, command)
+    print(report(answers, of, command))
     return 0
 
 

@@ -9,19 +9,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from textwrap import fill
 
 from scripts.gpu_compilers.compiler_run import Answers, Row
 from scripts.gpu_compilers.gpus import Gpu
 from scripts.gpu_compilers.port_model import bound
 from scripts.gpu_compilers.recorded_kernels import Selection, Work
-from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
 
 MEMORY = "memory"
 SMALL = 0.005  # of both steps, below which kernels share a line
-BEGIN, END = "<!-- predicted: {} -->\n", "<!-- end -->"
 WIDTH = 132
 UNKNOWN = (
     "A prediction, not a measurement: it knows no launches, latencies, occupancy, bank conflicts or clocks under load, "
@@ -142,12 +139,3 @@ def report(answers: Mapping[str, Sequence[Answers]], selection: Selection, comma
             f"({default[1]:.2f} s and {default[0]:.2f} s).",
         ]
     return "\n\n".join(part if part.startswith("|") else fill(part, WIDTH, break_on_hyphens=False) for part in parts)
-
-
-def write(page: Path, text: str, command: str) -> None:
-    """Replace what the command wrote to a page before. Raises UserError if the page has no place for it."""
-    before, begin, tail = (page.read_text() if page.is_file() else "").partition(BEGIN.format(command))
-    _, end, after = tail.partition(END)
-    if not end:
-        raise UserError(f"{page} has no lines '{BEGIN.format(command).strip()}' and '{END}': add them.")
-    write_bytes_atomic(page, f"{before}{begin}{text}\n{end}{after}".encode())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from scripts.gpu_compilers.compiled_shader import Compiled, Kind, Loop
 from scripts.gpu_compilers.compiler_run import Answers, Row
 from scripts.gpu_compilers.gpus import GPUS
 from scripts.gpu_compilers.port_model import bound
-from scripts.gpu_compilers.predicted_step import BEGIN, END, Piece, limits, piece, pieces, report, seconds, write
+from scripts.gpu_compilers.predicted_step import Piece, limits, piece, pieces, report, seconds
 from scripts.gpu_compilers.recorded_kernels import Selection, Work, calls
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
@@ -136,17 +135,6 @@ def test_the_fastest_tiling_of_each_call_that_does_not_spill() -> None:
     assert "A prediction, not a measurement" in text
 
 
-def test_a_page_keeps_what_is_around_the_prediction(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n\n{BEGIN.format('--step a')}old\n{END}\n\nafter\n")
-    write(page, "new", "--step a")
-    assert page.read_text() == f"before\n\n{BEGIN.format('--step a')}new\n{END}\n\nafter\n"
-    with pytest.raises(UserError, match="has no lines '<!-- predicted: --step b -->' and '<!-- end -->': add them"):
-        write(page, "new", "--step b")
-    with pytest.raises(UserError, match="has no lines"):
-        write(tmp_path / "missing.md", "new", "--step a")
-
-
 @pytest.mark.parametrize("wrong", ["4", "4x", "x512", "0x512", "4x1", "4x512x2"])
 def test_a_batch_is_rows_and_tokens(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -155,9 +143,8 @@ def test_a_batch_is_rows_and_tokens(wrong: str, capsys: pytest.CaptureFixture[st
     assert "argument --batch: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [("--step", "qwen2.5-7b", "--check"), ("--page", "page.md")])
-def test_options_that_would_do_nothing_are_refused(wrong: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_would_do_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        command.main([*wrong])
+        command.main(["--step", "qwen2.5-7b", "--check"])
     assert ended.value.code == 2
     assert "--step" in capsys.readouterr().err.splitlines()[-1]
