@@ -23,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.child_process import python
+from wgpu_lora.processes.child_process import python
 
 WARM = 5  # steps at the beginning, which compile
 

@@ -18,8 +18,8 @@ import statistics
 import time
 from dataclasses import dataclass, field
 
-from wgpu_lora.cluster.placement import place
-from wgpu_lora.cluster.placement_field import PendingTask, Place
+from wgpu_lora.cluster.placement.placement import place
+from wgpu_lora.cluster.placement.placement_field import PendingTask, Place
 
 KINDS = (1000.0, 2000.0, 4000.0, 8000.0)  # tokens/s
 JOINED = 1.2  # tokens/s of a pipeline over its adapters one after another

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.broken import Break, breaking
 from support.cli import Run, commands
-from support.shared_runs import built_once, train_pipeline, train_run
-from support.training import model_dir
+from support.processes.broken import Break, breaking
+from support.training.shared_runs import built_once, train_pipeline, train_run
+from support.training.training import model_dir
 
 from wgpu_lora.bench import training_runs
 from wgpu_lora.gpu.device import Device, DeviceOptions

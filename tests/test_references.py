@@ -41,7 +41,7 @@ def texts() -> dict[str, str]:
 
 @cache
 def ends() -> set[str]:
-    """Ends of the paths of all files and folders: 'ops/loss.py' and 'loss.py' of 'wgpu_lora/ops/loss.py'."""
+    """Ends of the paths of all files and folders: 'ops/loss.py' and 'loss.py' of 'wgpu_lora/ops/loss/loss.py'."""
     paths = [path.split("/") for path in texts()]
     return {"/".join(p[first:last]) for p in paths for last in range(1, len(p) + 1) for first in range(last)}
 
@@ -109,8 +109,8 @@ def test_names_in_prose_exist() -> None:
         ("a.py", '"""See ops.stack."""', ["ops.stack"]),
         ("a.py", "# models.audit reports it", ["models.audit"]),
         ("a.py", '"""As `formats.checkpoint.Checkpoint.digest`."""', ["formats.checkpoint.Checkpoint.digest"]),
-        ("a.py", '"""As `ops.loss.Sweep` and ops.loss.Swept."""', ["ops.loss.Swept"]),
-        ("a.py", "x = ops.stack  # see ops/loss.py and ops/stack.py", ["ops/stack.py"]),
+        ("a.py", '"""As `norm.rmsnorm` and ops.norm.gone."""', ["ops.norm.gone"]),
+        ("a.py", "x = ops.stack  # see ops/norm.py and ops/stack.py", ["ops/stack.py"]),
         ("a.md", "`wgpu_lora/ops`, `wgpu_lora/op` and `wgpu_lora.gone`", ["wgpu_lora/op", "wgpu_lora.gone"]),
         ("a.md", "`shaders/gone/`, [usage](docs/usage.md), `../docs/gone.md`", ["docs/gone.md", "shaders/gone"]),
     ],

@@ -9,8 +9,8 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-from wgpu_lora.closed_streams import discard_when_closed
-from wgpu_lora.signals import ENDING
+from wgpu_lora.processes.closed_streams import discard_when_closed
+from wgpu_lora.processes.signals import ENDING
 
 
 def main() -> NoReturn:
@@ -19,7 +19,7 @@ def main() -> NoReturn:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
     sys.stdout, sys.stderr = discard_when_closed(sys.stdout), discard_when_closed(sys.stderr)
-    from wgpu_lora.cli import main as run
+    from wgpu_lora.cli.app import main as run
 
     _leave(run())
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import parse_object
-from wgpu_lora.text import count_noun
+from wgpu_lora.files.json_files import parse_object
+from wgpu_lora.names.text import count_noun
 from wgpu_lora.train.memory import format_bytes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "figures.md"

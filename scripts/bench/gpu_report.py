@@ -36,9 +36,13 @@ from wgpu_lora.bench.contract import load_contract
 from wgpu_lora.bench.reference_check import ReferenceErrors
 from wgpu_lora.bench.step_profile import Profile, profile_step
 from wgpu_lora.bench.training_step import WARMUP, TrainingStep, chosen_model
-from wgpu_lora.cli import main as command_line
+from wgpu_lora.cli.app import main as command_line
 from wgpu_lora.cli.console import line
+from wgpu_lora.cluster.worker.job_kinds import KINDS
+from wgpu_lora.cluster.worker.job_process import EventWriter, JobResult
+from wgpu_lora.cluster.worker.worker import PROGRAM, Worker, WorkerFailed
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.typed_json import read_as
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import WrongResults
 from wgpu_lora.gpu.dispatch import Dispatch
@@ -47,10 +51,6 @@ from wgpu_lora.gpu.tuner import Tuner, is_skipped
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.typed_json import read_as
-from wgpu_lora.worker.job_kinds import KINDS
-from wgpu_lora.worker.job_process import EventWriter, JobResult
-from wgpu_lora.worker.worker import PROGRAM, Worker, WorkerFailed
 
 SCHEMA = "wgpu-lora-bench-gpu/3"
 SHAPES = ("qwen2.5-0.5b", "qwen2.5-7b")

@@ -38,10 +38,10 @@ from wgpu_lora.models.blocks.attention_block import Attention, GatedAttention, K
 from wgpu_lora.models.blocks.delta_net import L2_EPS, DeltaNet, Runs
 from wgpu_lora.models.blocks.transformer_block import GatedMLP
 from wgpu_lora.models.published_shapes import shape_config
-from wgpu_lora.ops.attention import attention
-from wgpu_lora.ops.delta_net.causal_conv import causal_conv
-from wgpu_lora.ops.delta_net.delta_rule import gated_delta_rule
-from wgpu_lora.ops.delta_net.delta_step import gated_delta_step
+from wgpu_lora.ops.attention.attention import attention
+from wgpu_lora.ops.attention.delta_net.causal_conv import causal_conv
+from wgpu_lora.ops.attention.delta_net.delta_rule import gated_delta_rule
+from wgpu_lora.ops.attention.delta_net.delta_step import gated_delta_step
 from wgpu_lora.ops.elementwise import copy
 from wgpu_lora.ops.norm import gated_norm, l2norm
 from wgpu_lora.ops.recorder import Recorder

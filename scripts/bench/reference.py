@@ -37,9 +37,13 @@ from wgpu_lora.bench.training_step import (
     chosen_model,
     synthetic_rows,
 )
-from wgpu_lora.cli import main as command_line
+from wgpu_lora.cli.app import main as command_line
 from wgpu_lora.cli.console import console, line, table
+from wgpu_lora.cluster.worker.job_kinds import KINDS
+from wgpu_lora.cluster.worker.job_process import EventWriter, JobResult
+from wgpu_lora.cluster.worker.worker import Worker, WorkerFailed
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.typed_json import read_as
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.generator import Generator
 from wgpu_lora.models.model_config import module_of
@@ -49,11 +53,7 @@ from wgpu_lora.names.aliases import real_names
 from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.training_log import environment
-from wgpu_lora.typed_json import read_as
 from wgpu_lora.weights.base_formats import BASE_FORMATS, GGUF
-from wgpu_lora.worker.job_kinds import KINDS
-from wgpu_lora.worker.job_process import EventWriter, JobResult
-from wgpu_lora.worker.worker import Worker, WorkerFailed
 
 SCHEMA = "wgpu-lora-bench-reference/1"
 HALVES = ("bf16", "f16")

@@ -27,7 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from scripts.demo import demo_rows
-from wgpu_lora.assets import ROOT
+from wgpu_lora.files.assets import ROOT
 
 SEED = 20
 TRAIN_ROWS = 400

@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass
 
 from scripts.demo.make_demo import write_rows
-from wgpu_lora.assets import ORDERS_HELDOUT, ORDERS_TRAIN
+from wgpu_lora.files.assets import ORDERS_HELDOUT, ORDERS_TRAIN
 
 SEED = 31
 TRAIN_ROWS = 200

@@ -15,13 +15,13 @@ from typing import Any
 
 from wgpu_lora import answer, finetune, load
 from wgpu_lora.api.teacher_caches import teacher_cache
-from wgpu_lora.assets import DEMO_HELDOUT, DEMO_MODEL, DEMO_TRAIN
-from wgpu_lora.checks.code_check import run_check
 from wgpu_lora.data import read_jsonl
 from wgpu_lora.demo.before_and_after import BATCH, NEW_TOKENS, request_of
-from wgpu_lora.export.adapter_merge import merge_adapter
-from wgpu_lora.export.quantized_model import write_packed
+from wgpu_lora.files.assets import DEMO_HELDOUT, DEMO_MODEL, DEMO_TRAIN
+from wgpu_lora.models.export.adapter_merge import merge_adapter
+from wgpu_lora.models.export.quantized_model import write_packed
 from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.train.checks.code_check import run_check
 from wgpu_lora.train.resolve_options import find_recipe, read_recipe
 
 LENGTH = 128  # tokens; the demo's longest row has fewer

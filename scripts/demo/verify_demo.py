@@ -18,9 +18,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from scripts.golden.golden_training import nf4_base
-from wgpu_lora.assets import DEMO_HELDOUT, DEMO_MODEL, DEMO_TRAIN
-from wgpu_lora.checks.code_check import run_check
-from wgpu_lora.checks.sandbox.sandbox_process import confinement
+from wgpu_lora.files.assets import DEMO_HELDOUT, DEMO_MODEL, DEMO_TRAIN
+from wgpu_lora.train.checks.code_check import run_check
+from wgpu_lora.train.checks.sandbox.sandbox_process import confinement
 
 IGNORED = -100
 NEW_TOKENS = 96

@@ -12,7 +12,7 @@ from wgpu_lora.gpu.backends import MatrixConfiguration
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.tiling import Capabilities
-from wgpu_lora.ops.matmul import matmul_nt
+from wgpu_lora.ops.matmul.matmul import matmul_nt
 from wgpu_lora.weights.nf4.nf4_products import nf4_matmul, nf4_matmul_backward
 
 FOLDER = Path(__file__).parents[2] / "tests" / "fixtures" / "kernels"

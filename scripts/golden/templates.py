@@ -30,7 +30,7 @@ class _Frozen(datetime.datetime):
 
 def render_with_transformers(conversations: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """{template: {case: {"text": ..., "spans": [[start, end], ...]}, or null where the template fails}}"""
-    from support.data import NAMED, backend_json
+    from support.rows.data import NAMED, backend_json
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import chat_template_utils

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.tpm import extend, rsa_key, software_tpm  # noqa: E402
+from support.protect.tpm import extend, rsa_key, software_tpm  # noqa: E402
 
 from wgpu_lora.protect.attestation import tpm  # noqa: E402
 

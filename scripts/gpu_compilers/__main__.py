@@ -31,9 +31,9 @@ from scripts.gpu_compilers.compiler_run import Answers, ask
 from scripts.gpu_compilers.gpus import GPUS, ROOT, Gpu, place_of
 from scripts.gpu_compilers.predicted_step import report
 from scripts.gpu_compilers.recorded_kernels import Selection
-from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.brick_results import Writer
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.atomic import write_bytes_atomic
 from wgpu_lora.gpu.backends import DAWN, WGPU
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.models.published_shapes import SHAPES

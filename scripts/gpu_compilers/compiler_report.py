@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from scripts.gpu_compilers.compiler_run import Answers, Row
-from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.brick_results import commit
+from wgpu_lora.files.atomic import write_bytes_atomic
 from wgpu_lora.gpu.device import Device
 
 PREDICTIONS = "wgpu-lora-predictions/2"

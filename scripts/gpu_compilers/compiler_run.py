@@ -20,10 +20,10 @@ from scripts.gpu_compilers.gpus import Gpu, Place
 from scripts.gpu_compilers.port_model import Bound, bound
 from scripts.gpu_compilers.recorded_kernels import Selection, calls
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.typed_json import typed
 from wgpu_lora.gpu.device import Device, DeviceOptions
 from wgpu_lora.gpu.device_errors import ShaderError
 from wgpu_lora.gpu.tiling import Tiling
-from wgpu_lora.typed_json import typed
 
 MARKER = "@@gpu-compilers "  # begins a line; JSON follows
 _LIBC, LINES = ctypes.CDLL(None), 1  # _IOLBF

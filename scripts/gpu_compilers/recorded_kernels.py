@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from wgpu_lora.bench.training_step import TrainingStep, adapter_set
-from wgpu_lora.distill.teacher import Teacher, TopK
 from wgpu_lora.gpu.backends import WGPU
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_list import MAPPABLE
@@ -26,10 +25,11 @@ from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.models.quant_constants import QuantConstants
 from wgpu_lora.models.synthetic_models import synthetic_model
-from wgpu_lora.ops.attention import BLOCK
-from wgpu_lora.ops.linear import input_squares
-from wgpu_lora.ops.matmul_tuning import block
-from wgpu_lora.ops.matrix_stack import sizes
+from wgpu_lora.ops.attention.attention import BLOCK
+from wgpu_lora.ops.linear.linear import input_squares
+from wgpu_lora.ops.matmul.matmul_tuning import block
+from wgpu_lora.ops.matmul.matrix_stack import sizes
+from wgpu_lora.train.distill.teacher import Teacher, TopK
 from wgpu_lora.train.objectives.kd import KD
 from wgpu_lora.train.optimizers import OPTIMIZERS, optimizer_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments

@@ -15,7 +15,7 @@ from support.events import hearing
 from wgpu_lora.bench import batch_search as search
 from wgpu_lora.bench.batch_search import Batches, find_max_batch, planned_batch
 from wgpu_lora.bench.training_step import TrainingStep, chosen_model, largest
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import published_shapes

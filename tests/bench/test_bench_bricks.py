@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support import MODELS
 from support.bench import CEILINGS, MINI, MINI_DELTA, mini, result
-from support.broken import Break
+from support.processes.broken import Break
 
 from wgpu_lora.bench import device_ceilings
 from wgpu_lora.bench.brick import Context, default_shape, new_bytes
@@ -27,12 +27,12 @@ from wgpu_lora.bench.device_ceilings import bandwidth_gbs, decode_fma_gflops, di
 from wgpu_lora.bench.recorded_brick import ProgramWorkload
 from wgpu_lora.bench.reference_check import check
 from wgpu_lora.bench.timing import Timings
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import WrongResults
+from wgpu_lora.gpu.memory_leases.memory_budget import Budget
 from wgpu_lora.gpu.reference_values import nmse
-from wgpu_lora.memory_leases.memory_budget import Budget
 from wgpu_lora.models.synthetic_models import synthetic_model
 from wgpu_lora.ops.elementwise import add_forward, swiglu_forward
 from wgpu_lora.train.memory import MemoryPlan

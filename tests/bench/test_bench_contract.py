@@ -18,7 +18,7 @@ from wgpu_lora.bench.contract import Contract, brick_names, evaluate, load_contr
 from wgpu_lora.bench.device_ceilings import Ceilings
 from wgpu_lora.bench.result_comparison import read_measured
 from wgpu_lora.bench.timing import Timings, repeat, variation
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.cli.bench.brick_tables import cells, details, duration, noise_text
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.published_shapes import cut, shape_config

@@ -10,7 +10,7 @@ import pytest
 
 from scripts.bench import gpu_report, reference
 from scripts.bench.reference import compared
-from wgpu_lora.worker.worker import Worker, WorkerFailed
+from wgpu_lora.cluster.worker.worker import Worker, WorkerFailed
 
 ECHO = """
 import json, sys

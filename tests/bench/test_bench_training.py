@@ -21,7 +21,7 @@ from wgpu_lora.bench.training_runs import WARMUP, Work, run_training
 from wgpu_lora.bench.training_step import TrainingStep, chosen_model
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.memory_leases import Budget
+from wgpu_lora.gpu.memory_leases import Budget
 from wgpu_lora.models import published_shapes
 from wgpu_lora.models.published_shapes import cut, shape_config
 from wgpu_lora.train.options.training_arguments import TrainingArguments

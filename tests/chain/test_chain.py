@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from wgpu_lora import atomic
-from wgpu_lora.chain import chain_run as running
-from wgpu_lora.chain import chain_run as states
-from wgpu_lora.chain.chain_file import read_chain
-from wgpu_lora.chain.chain_run import run, stage_statuses
-from wgpu_lora.chain.stage import ChainWatch, EndedEarlyError, Stage, Watch
-from wgpu_lora.chain.stages import STAGES
 from wgpu_lora.errors import UserError
+from wgpu_lora.files import atomic
+from wgpu_lora.train.chain import chain_run as running
+from wgpu_lora.train.chain import chain_run as states
+from wgpu_lora.train.chain.chain_file import read_chain
+from wgpu_lora.train.chain.chain_run import run, stage_statuses
+from wgpu_lora.train.chain.stage import ChainWatch, EndedEarlyError, Stage, Watch
+from wgpu_lora.train.chain.stages import STAGES
 
 RAN: list[str] = []
 

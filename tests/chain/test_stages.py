@@ -16,23 +16,23 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from support.data import chat, write_jsonl
 from support.events import hearing
 from support.gguf_models import make_adapter, small
+from support.rows.data import chat, write_jsonl
 from support.sampling import seeds
 
-from wgpu_lora.assets import DEMO_MODEL
-from wgpu_lora.atomic import file_digest
-from wgpu_lora.chain.chain_file import Chain, read_chain
-from wgpu_lora.chain.chain_run import run, stage_statuses
-from wgpu_lora.chain.stage import ChainWatch, Watch
-from wgpu_lora.chain.stages.gguf import Gguf
-from wgpu_lora.chain.stages.push import Push
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.events import Events
+from wgpu_lora.files.assets import DEMO_MODEL
+from wgpu_lora.files.atomic import file_digest
 from wgpu_lora.formats.peft_adapter import WEIGHTS
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.train.chain.chain_file import Chain, read_chain
+from wgpu_lora.train.chain.chain_run import run, stage_statuses
+from wgpu_lora.train.chain.stage import ChainWatch, Watch
+from wgpu_lora.train.chain.stages.gguf import Gguf
+from wgpu_lora.train.chain.stages.push import Push
 from wgpu_lora.train.prepare_run import prepare_run
 from wgpu_lora.train.resolve_options import find_recipe
 
@@ -268,7 +268,7 @@ def test_what_it_ends_with(tmp_path: Path) -> None:
 
 def test_an_interrupted_chain_says_how_to_continue(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """In a stage other than training."""
-    monkeypatch.setattr("wgpu_lora.chain.chain_run.run", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("wgpu_lora.train.chain.chain_run.run", Mock(side_effect=KeyboardInterrupt))
     path = write_chain(tmp_path)
     assert main(["run", str(path)]) == 130
     assert f"run {path}" in capsys.readouterr().out

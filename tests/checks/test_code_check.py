@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.confinement import blocks, confined, nothing_left
+from support.processes.confinement import blocks, confined, nothing_left
 
-from wgpu_lora.checks import code_check as check_run
-from wgpu_lora.checks.asserts import parse_check
-from wgpu_lora.checks.code_check import CheckResult, run_test
 from wgpu_lora.errors import UserError
+from wgpu_lora.train.checks import code_check as check_run
+from wgpu_lora.train.checks.asserts import parse_check
+from wgpu_lora.train.checks.code_check import CheckResult, run_test
 
 # Also where nothing can be confined: what confines has tests of its own.
 run_check = partial(check_run.run_check, allow_unconfined=True)

@@ -16,15 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.confinement import TRY, UNGUARDED, blocks, confined, nothing_left, returned
-from support.hostile import memory_below
+from support.processes.confinement import TRY, UNGUARDED, blocks, confined, nothing_left, returned
+from support.rows.hostile import memory_below
 
-from wgpu_lora import seccomp
-from wgpu_lora.checks.code_check import run_check
-from wgpu_lora.checks.sandbox import sandbox_process
-from wgpu_lora.checks.sandbox.sandbox_process import OUTPUT, confinement
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import UserError
+from wgpu_lora.processes import seccomp
+from wgpu_lora.train.checks.code_check import run_check
+from wgpu_lora.train.checks.sandbox import sandbox_process
+from wgpu_lora.train.checks.sandbox.sandbox_process import OUTPUT, confinement
 
 pytestmark = confined
 
@@ -262,8 +262,8 @@ def test_floods_and_hogs_end_in_time_and_cost_no_memory() -> None:
 
 IMPORTS = """
 import json, os, sys
-from wgpu_lora.checks.code_check import run_check
-from wgpu_lora.checks.sandbox.sandbox_process import confinement
+from wgpu_lora.train.checks.code_check import run_check
+from wgpu_lora.train.checks.sandbox.sandbox_process import confinement
 """
 # A filter that refuses a system call (where its first argument is as given), as a container's would.
 REFUSE = """
@@ -296,7 +296,7 @@ def test_the_filter_holds_where_namespaces_are_refused() -> None:
             )
         """)
     code = f"""
-        from wgpu_lora.checks.sandbox import sandbox_process
+        from wgpu_lora.train.checks.sandbox import sandbox_process
         sandbox_process.ENTRY = {UNGUARDED!r}
         print(confinement().namespaces, run_check({answer!r}, f"assert f({{os.getpid()}}) == {{{{}}}}").passed)
         """

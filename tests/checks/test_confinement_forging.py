@@ -11,11 +11,11 @@ from typing import Any
 
 import psutil
 import pytest
-from support.confinement import blocks, confined
+from support.processes.confinement import blocks, confined
 
-from wgpu_lora.checks.code_check import run_check
-from wgpu_lora.checks.sandbox import plain_data
-from wgpu_lora.checks.sandbox.sandbox_process import ENTRY
+from wgpu_lora.train.checks.code_check import run_check
+from wgpu_lora.train.checks.sandbox import plain_data
+from wgpu_lora.train.checks.sandbox.sandbox_process import ENTRY
 
 pytestmark = confined
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.confinement import TRY, UNGUARDED, confined, nothing_left, returned
+from support.processes.confinement import TRY, UNGUARDED, confined, nothing_left, returned
 
-from wgpu_lora.checks.code_check import run_check
-from wgpu_lora.checks.sandbox import sandbox_process
+from wgpu_lora.train.checks.code_check import run_check
+from wgpu_lora.train.checks.sandbox import sandbox_process
 
 pytestmark = confined
 
@@ -245,7 +245,7 @@ def test_nothing_of_the_parent_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> 
 def test_it_ends_with_its_parent() -> None:
     """The parent is killed while the answer runs."""
     answer = "def f():\n    while True: pass"
-    code = f"from wgpu_lora.checks.code_check import run_check\nrun_check({answer!r}, 'assert f() == 1', 99.0)"
+    code = f"from wgpu_lora.train.checks.code_check import run_check\nrun_check({answer!r}, 'assert f() == 1', 99.0)"
     helper = subprocess.Popen([sys.executable, "-c", code])
     try:
         children: list[psutil.Process] = []

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat import TEMPLATE
 from support.cli import Run
-from support.confinement import confined
-from support.data import write_jsonl
 from support.models import words_and_adapters
+from support.processes.confinement import confined
+from support.rows.data import write_jsonl
+from support.serving.chat import TEMPLATE
 
-from wgpu_lora.checks import pass_at_k as samples
-from wgpu_lora.checks.coding_problems import AssertProblem, HumanEval, code_of, read_problems
-from wgpu_lora.checks.pass_at_k import measure, parse_ks, pass_at_k, seed_of
 from wgpu_lora.data.row_files import file_source
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer.answers import Answer
 from wgpu_lora.infer.generation_options import GenerationOptions
-from wgpu_lora.track.run_log import RunLog
+from wgpu_lora.train.checks import pass_at_k as samples
+from wgpu_lora.train.checks.coding_problems import AssertProblem, HumanEval, code_of, read_problems
+from wgpu_lora.train.checks.pass_at_k import measure, parse_ks, pass_at_k, seed_of
+from wgpu_lora.train.track.run_log import RunLog
 
 HUMAN = {"task_id": "T/0", "prompt": "def f(x):\n", "test": "def check(c):\n    assert c(1) == 2", "entry_point": "f",
          "canonical_solution": "    return x + 1"}  # fmt: skip

@@ -25,9 +25,9 @@ from support.events import hearing
 from support.models import FIXTURES, save_golden_adapter
 
 import wgpu_lora
-from wgpu_lora import installation
 from wgpu_lora.api import notebook_progress
-from wgpu_lora.atomic import numbered
+from wgpu_lora.files import installation
+from wgpu_lora.files.atomic import numbered
 from wgpu_lora.infer.generation_options import AnswerOptions, GenerationOptions
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.options.typed_options import TrainingOptions

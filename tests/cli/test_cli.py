@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.cli import QWEN2, ROWS, SMALL, Run, flags, write_rows
-from support.tuning import verdicts
+from support.training.tuning import verdicts
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
 from wgpu_lora.gpu.backends.wgpu_native import WgpuNative
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.memory_leases import Budget
 from wgpu_lora.gpu.tuner import Tuner
-from wgpu_lora.memory_leases import Budget
 from wgpu_lora.train.memory import check_memory
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat import TOKENS, at_once, chats, make_models, say
 from support.cli import Result, Run, commands
+from support.serving.chat import TOKENS, at_once, chats, make_models, say
 
 import wgpu_lora
 from wgpu_lora.cli.inference.chat import ChatSession

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 from support.cli import Run
-from support.data import chat, write_jsonl
 from support.models import words_model
+from support.rows.data import chat, write_jsonl
 
 from wgpu_lora.data import UNTRAINED, parse_example, tokenize_example
+from wgpu_lora.formats.tokenizer import chat_template
+from wgpu_lora.formats.tokenizer.examples import Alpaca, Completion
 from wgpu_lora.infer import answers as answering
 from wgpu_lora.infer.prompts import chat_prompt, trained_prompt_format
 from wgpu_lora.models.model_files import read_model
-from wgpu_lora.tokenizer import chat_template
-from wgpu_lora.tokenizer.examples import Alpaca, Completion
 
 CHATML = "{% for m in messages %}{{ m.role }} {{ m.content }} . {% endfor %}"
 CHATML += "{% if add_generation_prompt %}assistant {% endif %}"

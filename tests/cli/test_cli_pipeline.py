@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 from support.cli import Result, Run
-from support.training import model_dir, random_rows
+from support.training.training import model_dir, random_rows
 
 from wgpu_lora.cli.finetune import TrainingProgress
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
 from wgpu_lora.gpu.device_list import choose
-from wgpu_lora.memory_leases import Ledger, device_key
-from wgpu_lora.memory_leases.lease_queue import take
+from wgpu_lora.gpu.memory_leases import Ledger, device_key
+from wgpu_lora.gpu.memory_leases.lease_queue import take
 from wgpu_lora.train.adapter_tasks import task_of_pair
 from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.train.options.training_arguments import TrainingArguments

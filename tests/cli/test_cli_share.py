@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from support.cli import Run, commands
-from support.share import adapter
+from support.processes.share import adapter
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.memory_leases import Ledger, LedgerEntry
-from wgpu_lora.memory_leases.lease_queue import take
-from wgpu_lora.memory_leases.ledger import dump
+from wgpu_lora.gpu.memory_leases import Ledger, LedgerEntry
+from wgpu_lora.gpu.memory_leases.lease_queue import take
+from wgpu_lora.gpu.memory_leases.ledger import dump
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_release_of_the_living_needs_force(run: Run, ledger: Ledger) -> None:
 
 
 def test_release_forced_lasts_beyond_a_renewal(run: Run, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wgpu_lora.memory_leases.lease_queue.RENEW_SECONDS", 0.01)
+    monkeypatch.setattr("wgpu_lora.gpu.memory_leases.lease_queue.RENEW_SECONDS", 0.01)
     with take(ledger, 10, 10, "holder") as lease:
         run("release", lease.id, "--force").output()
         before = ledger.read()[0].renewed

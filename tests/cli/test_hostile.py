@@ -19,21 +19,21 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from support.cli import MODELS, QWEN2, SMALL, Run, flags, write_rows
 from support.fuzz import targets as fuzz
-from support.hostile import refused
 from support.models import FIXTURES, save_golden_adapter
+from support.rows.hostile import refused
 from support.sampling import sample
-from support.shared_runs import edit_json
+from support.training.shared_runs import edit_json
 
-from wgpu_lora.atomic import replace_directory
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.adapter_merge import merge_adapter
+from wgpu_lora.files.atomic import replace_directory
 from wgpu_lora.formats.hub_upload import prepare
 from wgpu_lora.formats.peft_adapter import WEIGHTS, read_adapter
 from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
 from wgpu_lora.formats.safetensors_header import read_header
 from wgpu_lora.models.architectures import load_config, parse_config
 from wgpu_lora.models.config_fields import MOST
+from wgpu_lora.models.export.adapter_merge import merge_adapter
 from wgpu_lora.train.adapter_tasks import read_tasks, task_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
 from wgpu_lora.train.resolve_options import read_recipe

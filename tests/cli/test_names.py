@@ -15,11 +15,11 @@ import typer
 from support.cli import QWEN2, Run, write_rows
 
 import wgpu_lora
-from wgpu_lora.cli import app, main
+from wgpu_lora.cli.app import app, main
 from wgpu_lora.cli.parameters import MOST_USED
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.adapter_merge import DTYPES
-from wgpu_lora.export.gguf_export import FILE_TYPES
+from wgpu_lora.models.export.adapter_merge import DTYPES
+from wgpu_lora.models.export.gguf_export import FILE_TYPES
 from wgpu_lora.names import choices
 from wgpu_lora.names.aliases import aliases_of
 from wgpu_lora.names.foreign_options import ALIASES, COMMANDS, REFUSED

@@ -21,10 +21,10 @@ from support.gguf_models import DEMO, make_adapter, read, small
 from support.models import save_golden_adapter, words_model
 from support.sampling import sample
 
-from wgpu_lora.atomic import file_digest, new_directory, replace_directory
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.locks import is_directory, locked
+from wgpu_lora.files.atomic import file_digest, new_directory, replace_directory
+from wgpu_lora.files.locks import is_directory, locked
 from wgpu_lora.protect.overhead_results import PUBLISHED
 from wgpu_lora.protect.sealed.keys import DataKey, write_private
 
@@ -193,7 +193,7 @@ def test_places_that_hold_no_files(name: str, place: Path, capsys: pytest.Captur
 KILLED = """
 import os, signal, sys
 os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -292,7 +292,7 @@ def test_a_replaced_directory_is_there_at_every_moment(tmp_path: Path) -> None:
 
 def test_without_an_exchange_a_reader_finishes_what_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that restores the directory amid a replacement costs it nothing."""
-    monkeypatch.setattr("wgpu_lora.atomic._exchange", lambda *_: False)
+    monkeypatch.setattr("wgpu_lora.files.atomic._exchange", lambda *_: False)
     final, rename, restored = directory_of(tmp_path / "a", "old"), Path.rename, list[bool]()
 
     def killed(path: Path, target: Path) -> Path:
@@ -308,7 +308,7 @@ def test_without_an_exchange_a_reader_finishes_what_was_killed(tmp_path: Path, m
     new = directory_of(tmp_path / ".b.tmp", "new")
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", killed)
-        patched.setattr("wgpu_lora.atomic.restore", lambda path: None)
+        patched.setattr("wgpu_lora.files.atomic.restore", lambda path: None)
         with pytest.raises(KeyboardInterrupt):
             replace_directory(new, final)
     assert not final.exists()
@@ -398,7 +398,7 @@ def test_mistakes(tmp_path: Path, run: Run, arguments: list[str], message: str) 
 
 
 def test_help_names_every_type(capsys: pytest.CaptureFixture[str]) -> None:
-    from wgpu_lora.export.gguf_export import FILE_TYPES
+    from wgpu_lora.models.export.gguf_export import FILE_TYPES
 
     assert export("--help") == 0
     output = capsys.readouterr().out

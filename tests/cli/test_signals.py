@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cffi import FFI
 
-from wgpu_lora.signals import on_end_signal, repeat_discarded_interrupts
+from wgpu_lora.processes.signals import on_end_signal, repeat_discarded_interrupts
 
 
 class _Referent:

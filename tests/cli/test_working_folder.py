@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from support.cli import QWEN2, SMALL, Run, flags, write_rows
 
-from wgpu_lora import paths
-from wgpu_lora.assets import PACKAGE
 from wgpu_lora.events import Events
+from wgpu_lora.files import paths
+from wgpu_lora.files.assets import PACKAGE
 from wgpu_lora.train.job import Job
 
 MODULES = ("json", "numpy", "tokenizers", "jinja2", "re2", "wgpu_lora", "sitecustomize", "usercustomize", "psutil")

@@ -15,8 +15,8 @@ from uuid import UUID
 import numpy as np
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
-from support.serving import VOCAB, FakeEngine, Serving, demo_tokenizer, serving
-from support.tool_templates import HERMES_TEMPLATE
+from support.rows.tool_templates import HERMES_TEMPLATE
+from support.serving.serving import VOCAB, FakeEngine, Serving, demo_tokenizer, serving
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = demo_tokenizer()

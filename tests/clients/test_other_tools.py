@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from support import ROOT
-from support.serving import save_adapter
+from support.serving.serving import save_adapter
 
-from wgpu_lora.assets import DEMO_MODEL
+from wgpu_lora.files.assets import DEMO_MODEL
 
 PAGE = (ROOT / "docs/other-tools.md").read_text(encoding="utf-8")
 TASK = """task: words

@@ -10,7 +10,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from support.fake_cluster import stored
+from support.cluster.fake_cluster import stored
 
 from wgpu_lora.cluster import checkpoint_store
 from wgpu_lora.cluster.checkpoint_store import (

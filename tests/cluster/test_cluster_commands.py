@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from support.fake_cluster import device_facts, node_facts, snapshot, task_view
+from support.cluster.fake_cluster import device_facts, node_facts, snapshot, task_view
 
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.cli.cluster.run_table import show_status
-from wgpu_lora.cluster import local_ray
+from wgpu_lora.cluster.launch import local_ray
 from wgpu_lora.cluster.run_status import as_json
 
 

@@ -11,9 +11,10 @@ from unittest.mock import Mock
 
 import pytest
 import ray
-from support.fake_cluster import FakeCluster, device_facts, snapshot, task_view
+from support.cluster.fake_cluster import FakeCluster, device_facts, snapshot, task_view
 
-from wgpu_lora.cluster import cluster_connection, host_actor, local_ray, node_processes, run_controller
+from wgpu_lora.cluster import cluster_connection
+from wgpu_lora.cluster.actors import host_actor
 from wgpu_lora.cluster.cluster_connection import (
     Cluster,
     ClusterGone,
@@ -22,7 +23,9 @@ from wgpu_lora.cluster.cluster_connection import (
     explain,
     target,
 )
-from wgpu_lora.cluster.local_ray import LocalRay
+from wgpu_lora.cluster.controller import run_controller
+from wgpu_lora.cluster.launch import local_ray, node_processes
+from wgpu_lora.cluster.launch.local_ray import LocalRay
 from wgpu_lora.cluster.run_status import chosen_device, chosen_run
 from wgpu_lora.errors import UserError
 

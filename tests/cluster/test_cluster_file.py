@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.hostile import refused
+from support.rows.hostile import refused
 
 from wgpu_lora.cluster.cluster_file import (
     ClusterFile,

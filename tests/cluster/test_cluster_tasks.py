@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_cluster import FakeCluster
+from support.cluster.fake_cluster import FakeCluster
 
 from wgpu_lora.cluster.cluster_file import read_cluster_file
 from wgpu_lora.cluster.cluster_tasks import gather_tasks

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.cluster import device_resources
 from wgpu_lora.cluster.device_resources import Speed, advertised, node_devices, plan_class, resource_key
 from wgpu_lora.gpu.device_list import DeviceInfo
-from wgpu_lora.memory_leases import DeviceMemory, Ledger, LedgerEntry, device_key
+from wgpu_lora.gpu.memory_leases import DeviceMemory, Ledger, LedgerEntry, device_key
 
 NVIDIA = DeviceInfo(0, "NVIDIA H100", "580", 0x10DE, "Vulkan", "discrete", ("subgroup",), {"a-limit": 9}, 0x2330)
 AMD = DeviceInfo(1, "AMD Radeon RX 7900 XTX (RADV)", "radv", 0x1002, "Vulkan", "discrete", (), {}, 0x744C)
@@ -131,7 +131,7 @@ def cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DeviceInfo:
     monkeypatch.setattr(device_resources, "devices_here", lambda: infos)
     monkeypatch.setattr(device_resources, "device_memory", lambda info: DeviceMemory(1000, "a test", 500))
     monkeypatch.setattr(
-        "wgpu_lora.memory_leases.memory_budget.device_memory", lambda info: DeviceMemory(1000, "a test", 500)
+        "wgpu_lora.gpu.memory_leases.memory_budget.device_memory", lambda info: DeviceMemory(1000, "a test", 500)
     )
     return info
 

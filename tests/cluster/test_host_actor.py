@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from wgpu_lora.cluster.actors.host_actor import KEEP_SECONDS, remove_old_files
 from wgpu_lora.cluster.checkpoint_store import FolderStore, store_files
 from wgpu_lora.cluster.cluster_paths import ROOT, checkpoints_directory, cluster_root, sent_directory, unit_directory
 from wgpu_lora.cluster.data_upload import parcel, place_parcel
-from wgpu_lora.cluster.host_actor import KEEP_SECONDS, remove_old_files
 
 
 def _create(path: Path, changed: float) -> Path:
@@ -58,7 +58,7 @@ SAY = """
 import os, sys
 sys.path[:0] = sys.argv[1:]
 os.environ["OMP_NUM_THREADS"] = os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as Ray does
-from wgpu_lora.cluster.host_actor import reset_environment
+from wgpu_lora.cluster.actors.host_actor import reset_environment
 reset_environment()
 print(os.environ.get("OMP_NUM_THREADS"), os.environ.get("CUDA_VISIBLE_DEVICES"))
 """

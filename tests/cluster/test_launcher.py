@@ -10,13 +10,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.fake_ssh import FakeSsh, cluster_file, good
-from support.hosts import until
+from support.cluster.fake_ssh import FakeSsh, cluster_file, good
+from support.cluster.hosts import until
 
 from wgpu_lora.cluster.cluster_file import HostSpec
-from wgpu_lora.cluster.host_checks import last_object
-from wgpu_lora.cluster.launcher import down, start_options, up
-from wgpu_lora.cluster.ssh import refusal, ssh, tunnel
+from wgpu_lora.cluster.launch.host_checks import last_object
+from wgpu_lora.cluster.launch.launcher import down, start_options, up
+from wgpu_lora.cluster.launch.ssh import refusal, ssh, tunnel
 from wgpu_lora.errors import UserError
 
 ONE, TWO = 'host = "one"\naddress = "10.9.0.1"', 'host = "two"\naddress = "10.9.0.2"'
@@ -91,12 +91,12 @@ def test_each_host_that_cannot_be_used_has_a_line(fake: FakeSsh, tmp_path: Path)
     wrong = {
         "a": ({'err': "ssh: connect to host a port 22: Connection refused\n", 'code': 255}, "Connection refused"),
         "b": ({'err': "sh: 1: python9: not found\n", 'code': 127}, "cannot be run there"),
-        "c": ({'err': "python3: Error while finding module specification for 'wgpu_lora.cluster.node_commands' "
+        "c": ({'err': "python3: Error while finding module specification for 'wgpu_lora.cluster.launch.node_commands' "
                        "(ModuleNotFoundError: No module named 'wgpu_lora')", 'code': 1}, "has no wgpu-lora"),
         "d": ({'err': "Unknown option: -P\nusage: python", 'code': 2}, "older than Python 3.11"),
         "e": ({'out': good("10.9.0.5", python="3.99.1")}, "Python is 3.99.1"),
         "f": ({'out': good("10.1.1.1")}, "no interface with the address 10.9.0.6 (it has 10.1.1.1)"),
-        "g": ({'err': "No module named wgpu_lora.cluster.node_commands", 'code': 1}, "another version"),
+        "g": ({'err': "No module named wgpu_lora.cluster.launch.node_commands", 'code': 1}, "another version"),
         "h": ({'out': {"versions": 3}}, "another version"),
         "i": ({'out': {"refused": "i: no."}}, "i: no."),
         "j": ({'err': "Traceback:\nOSError: disk full\n", 'code': 1}, "fails there (OSError: disk full)"),
@@ -146,7 +146,7 @@ def test_up_starts_the_head_first_and_says_what_the_internet_may_reach(fake: Fak
     tables = f'{ONE}\nlabels = {{ rack = "a.b" }}', f'{TWO}\npython = "~/v/bin/python"\ndata = "/d"'
     up(cluster_file(tmp_path, *tables, top=f'ssh_key = "{key}"\nport = 7000\n{data}'), lines)
     assert fake.commands == ["start one", "start two"]
-    assert "~/v/bin/python -P -m wgpu_lora.cluster.node_commands start" in fake.arguments
+    assert "~/v/bin/python -P -m wgpu_lora.cluster.launch.node_commands start" in fake.arguments
     first, two = fake.sent("one", "start"), fake.sent("two", "start")
     assert first["token"] == two["token"]
     assert len(first["token"]) == 64
@@ -237,7 +237,7 @@ def test_the_tunnel_lasts_as_long_as_its_context(fake: FakeSsh, tmp_path: Path) 
 def test_the_tunnel_ends_with_a_process_that_is_killed(fake: FakeSsh, tmp_path: Path) -> None:
     fake.program(FORWARDS)
     code = (
-        "import sys, time; from pathlib import Path; from wgpu_lora.cluster.ssh import tunnel\n"
+        "import sys, time; from pathlib import Path; from wgpu_lora.cluster.launch.ssh import tunnel\n"
         "from wgpu_lora.cluster.cluster_file import read_cluster_file\n"
         "with tunnel(read_cluster_file(Path(sys.argv[1]))) as (address, _): print(address, flush=True); time.sleep(600)"
     )

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.hosts import ROOT, Host, Hosts, namespaces_allowed, until
+from support.cluster.hosts import ROOT, Host, Hosts, namespaces_allowed, until
 
 NFT = shutil.which("nft") or "/usr/sbin/nft"
 LISTEN = "import signal, socket; s = socket.create_server(('', 6379)), socket.create_server(('', 7000)); signal.pause()"

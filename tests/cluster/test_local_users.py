@@ -11,19 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.fake_cluster import FakeCluster, snapshot, task_view
+from support.cluster.fake_cluster import FakeCluster, snapshot, task_view
 
 from wgpu_lora.cli.cluster import run_driver
-from wgpu_lora.cluster import local_ray
 from wgpu_lora.cluster.cluster_connection import Target
 from wgpu_lora.cluster.cluster_file import RunOptions, SweepOptions
-from wgpu_lora.cluster.local_ray import LocalRay, end_unused, using
+from wgpu_lora.cluster.launch import local_ray
+from wgpu_lora.cluster.launch.local_ray import LocalRay, end_unused, using
+from wgpu_lora.cluster.launch.node_processes import MARK
 from wgpu_lora.cluster.messages import RunRequest, Snapshot, Task
-from wgpu_lora.cluster.node_processes import MARK
 from wgpu_lora.errors import UserError
 
 USER = """
-from wgpu_lora.cluster.local_ray import using
+from wgpu_lora.cluster.launch.local_ray import using
 with using():
     print("using", flush=True)
     input()

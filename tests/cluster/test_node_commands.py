@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.hosts import until
+from support.cluster.hosts import until
 
-from wgpu_lora.cluster import node_commands, node_processes
+from wgpu_lora.cluster.launch import node_commands, node_processes
 
 # A worker with a child that has an environment of its own; both would rather not end.
 STUBBORN = """

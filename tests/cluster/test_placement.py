@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from wgpu_lora.cluster.placement import place, refusal
-from wgpu_lora.cluster.placement_field import MOST_JOINED, PendingTask, Place, Placement
+from wgpu_lora.cluster.placement.placement import place, refusal
+from wgpu_lora.cluster.placement.placement_field import MOST_JOINED, PendingTask, Place, Placement
 
 GIB = 2**30
 

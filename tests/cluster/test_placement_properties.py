@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wgpu_lora.cluster.cluster_file import JOIN
-from wgpu_lora.cluster.placement import place
-from wgpu_lora.cluster.placement_field import MOST_JOINED, PendingTask, Place, Placement
+from wgpu_lora.cluster.placement.placement import place
+from wgpu_lora.cluster.placement.placement_field import MOST_JOINED, PendingTask, Place, Placement
 
 CLASSES = ("x", "y")
 ids = st.integers(0, 7).map("d{}".format)

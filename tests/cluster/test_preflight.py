@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_cluster import VERSIONS, FakeCluster, device_facts, node_facts
+from support.cluster.fake_cluster import VERSIONS, FakeCluster, device_facts, node_facts
 
 from wgpu_lora.cli.cluster import run_driver
 from wgpu_lora.cluster.cluster_connection import Target

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from support.fake_cluster import UNIT, FakeCluster, stored
+from support.cluster.fake_cluster import UNIT, FakeCluster, stored
 
 from wgpu_lora.cluster import checkpoint_store
 from wgpu_lora.cluster.cluster_connection import ClusterGone
 from wgpu_lora.cluster.run_results import fetch_results
 from wgpu_lora.cluster.task_outputs import fetch
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import to_json
-from wgpu_lora.track.run_log import RunLog, now
+from wgpu_lora.files.json_files import to_json
+from wgpu_lora.train.track.run_log import RunLog, now
 
 FILES = {"adapter_model.safetensors": bytes(range(256)) * 10, "checkpoints/step-1/state.json": b"{}", "empty": b""}
 

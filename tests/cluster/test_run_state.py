@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.fake_cluster import device_facts, node_facts
+from support.cluster.fake_cluster import device_facts, node_facts
 
-from wgpu_lora.cluster import run_queue, run_state
+from wgpu_lora.cluster.controller import run_queue, run_state
+from wgpu_lora.cluster.controller.run_state import DEATHS, FAILURES, NO_ROOM_SECONDS, ClusterState, TaskState, UnitState
+from wgpu_lora.cluster.controller.state_file import read_state_file, state_bytes
 from wgpu_lora.cluster.messages import Commit, Progress, Report, RunRequest, StoredFile, Task
-from wgpu_lora.cluster.placement import place
-from wgpu_lora.cluster.run_state import DEATHS, FAILURES, NO_ROOM_SECONDS, ClusterState, TaskState, UnitState
-from wgpu_lora.cluster.state_file import read_state_file, state_bytes
+from wgpu_lora.cluster.placement.placement import place
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.memory import RunRequirements
 

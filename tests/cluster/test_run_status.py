@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_cluster import FakeCluster, device_facts, node_facts, snapshot, task_view
+from support.cluster.fake_cluster import FakeCluster, device_facts, node_facts, snapshot, task_view
 
 from wgpu_lora.cli.cluster.run_table import Table, report, show_status
 from wgpu_lora.cluster.cluster_connection import ClusterGone

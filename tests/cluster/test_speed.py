@@ -16,15 +16,15 @@ from support.bench import mini
 from wgpu_lora.bench.bricks import WORKLOADS
 from wgpu_lora.cluster import device_resources
 from wgpu_lora.cluster.device_resources import Speed, cached, measure_speed
+from wgpu_lora.cluster.worker.job_kinds import KINDS
+from wgpu_lora.cluster.worker.job_process import EventWriter
+from wgpu_lora.cluster.worker.kinds import speed as kind
+from wgpu_lora.cluster.worker.worker import WorkerFailed
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_list import DeviceInfo
-from wgpu_lora.memory_leases import Ledger, LedgerEntry, device_key
-from wgpu_lora.process_identity import process_start
-from wgpu_lora.worker.job_kinds import KINDS
-from wgpu_lora.worker.job_process import EventWriter
-from wgpu_lora.worker.kinds import speed as kind
-from wgpu_lora.worker.worker import WorkerFailed
+from wgpu_lora.gpu.memory_leases import Ledger, LedgerEntry, device_key
+from wgpu_lora.processes.process_identity import process_start
 
 INFO = DeviceInfo(3, "Some GPU", "driver 1", 0x1002, "Vulkan", "discrete", (), {}, 0x744C)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from wgpu_lora import assets
-from wgpu_lora.assets import PACKAGE, package_files
 from wgpu_lora.cluster import node_versions
 from wgpu_lora.cluster.messages import Versions
 from wgpu_lora.cluster.node_versions import difference, own_versions
+from wgpu_lora.files import assets
+from wgpu_lora.files.assets import PACKAGE, package_files
 
 OURS = Versions("0.1.0", "a" * 64, "b" * 64, "3.11.7", "2.60.0", "0.32.0 (wgpu-native 29.0.1.1)")
 

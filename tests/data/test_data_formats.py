@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.data import chat, small_tokenizer, trained_text, write_jsonl
-from support.hostile import memory_below
-from support.sources import ids_of, prepared, refused, write_source
+from support.rows.data import chat, small_tokenizer, trained_text, write_jsonl
+from support.rows.hostile import memory_below
+from support.rows.sources import ids_of, prepared, refused, write_source
 
 from wgpu_lora.data import (
     Tokenizer,
@@ -30,9 +30,9 @@ from wgpu_lora.data.preference_formats import LABELLED, PAIRS, shared_prompt
 from wgpu_lora.data.row_files import file_source
 from wgpu_lora.data.tokenized_data import Cut
 from wgpu_lora.errors import UserError
-from wgpu_lora.tokenizer import conversation_rows
-from wgpu_lora.tokenizer.chat_template import STANDARD_VARIABLES
-from wgpu_lora.tokenizer.examples import Alpaca, Completion, Conversation, Text, Tokens
+from wgpu_lora.formats.tokenizer import conversation_rows
+from wgpu_lora.formats.tokenizer.chat_template import STANDARD_VARIABLES
+from wgpu_lora.formats.tokenizer.examples import Alpaca, Completion, Conversation, Text, Tokens
 
 CALL: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
@@ -256,7 +256,7 @@ LONG_TEXTS = {
 def test_a_text_that_is_too_long_is_not_tokenised(
     tmp_path: Path, kind: str, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wgpu_lora.tokenizer.tokenizer.MAX_TEXT", 1 << 16)
+    monkeypatch.setattr("wgpu_lora.formats.tokenizer.tokenizer.MAX_TEXT", 1 << 16)
     monkeypatch.setattr(conversation_rows, "MAX_RENDERED", 1 << 22)
     path = write_jsonl(tmp_path / "train.jsonl", SHORT, LONG_TEXTS[kind])
     with pytest.raises(UserError, match=r"line 2: .*[;:] split"):

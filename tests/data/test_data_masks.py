@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.data import NAMED, SPECIAL, backend_json, chat, small_tokenizer, template_source, trained_text
+from support.rows.data import NAMED, SPECIAL, backend_json, chat, small_tokenizer, template_source, trained_text
 from tokenizers import models, pre_tokenizers, processors
 
 from wgpu_lora.data import UNTRAINED, Tokenizer, parse_example, tokenize_example

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.data import chat, small_tokenizer, write_jsonl
+from support.rows.data import chat, small_tokenizer, write_jsonl
 
 from wgpu_lora.data import batches, epoch_order, pack, tokenize_source
 from wgpu_lora.data.packing import OPEN_BINS

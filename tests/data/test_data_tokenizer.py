@@ -16,9 +16,9 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.data import NAMED, SPECIAL, backend_json, chat, small_tokenizer, template_source, write_jsonl
-from support.hostile import memory_below
-from support.sources import prepared, refused
+from support.rows.data import NAMED, SPECIAL, backend_json, chat, small_tokenizer, template_source, write_jsonl
+from support.rows.hostile import memory_below
+from support.rows.sources import prepared, refused
 from tokenizers import processors
 
 from wgpu_lora.cli import console

@@ -16,15 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cli import Run
-from support.data import chat, write_jsonl
-from support.preparing import ALIKE, ROWS, prepared, reasons, rows_of, run
-from support.sources import write_source
+from support.rows.data import chat, write_jsonl
+from support.rows.preparing import ALIKE, ROWS, prepared, reasons, rows_of, run
+from support.rows.sources import write_source
 
 from wgpu_lora.data.curation import Preparation, prepare_files
 from wgpu_lora.data.curation.deduplication import normalize_text
 from wgpu_lora.data.validation_split import validation_mask
 from wgpu_lora.errors import UserError
-from wgpu_lora.tokenizer.reasoning import marker_in, without_thinking
+from wgpu_lora.formats.tokenizer.reasoning import marker_in, without_thinking
 
 # -- rows and their kinds ----------------------------------------------------------------------------------------------
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.sources import write_source
+from support.rows.sources import write_source
 
-from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.data import Tokenizer, tokenize_source
 from wgpu_lora.data.prompt_formats import PROMPTS
 from wgpu_lora.data.tokenized_data import KEEP_END, Cut
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.assets import DEMO_MODEL
+from wgpu_lora.formats.tokenizer.examples import Prompt, Tokens
 from wgpu_lora.infer.prompts import chat_prompt
-from wgpu_lora.tokenizer.examples import Prompt, Tokens
 
 ASKED = [{"role": "user", "content": "Add two numbers."}]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support import FIXTURES
-from support.data import NAMED, backend_json, chat
+from support.rows.data import NAMED, backend_json, chat
 from tokenizers import Tokenizer as Backend
 
 from wgpu_lora.data import UNTRAINED, Tokenizer, parse_example, tokenize_example

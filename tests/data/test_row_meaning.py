@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.data import NAMED, backend_json, chat, small_tokenizer, template_source, write_jsonl
-from support.sources import ids_of, prepared, refused, write_source
+from support.rows.data import NAMED, backend_json, chat, small_tokenizer, template_source, write_jsonl
+from support.rows.sources import ids_of, prepared, refused, write_source
 from tokenizers import Tokenizer as Backend
 
 from wgpu_lora.data import UNTRAINED, Tokenizer, parse_example, tokenize_example, tokenize_source
 from wgpu_lora.data.example_formats import EXAMPLES
 from wgpu_lora.data.preference_formats import PAIRS
 from wgpu_lora.errors import UserError
-from wgpu_lora.tokenizer.chat_template import arguments_of
-from wgpu_lora.tokenizer.examples import Conversation
-from wgpu_lora.tokenizer.label_mask import tokenize_examples
+from wgpu_lora.formats.tokenizer.chat_template import arguments_of
+from wgpu_lora.formats.tokenizer.examples import Conversation
+from wgpu_lora.formats.tokenizer.label_mask import tokenize_examples
 
 CALL = {"type": "function", "function": {"name": "area", "arguments": {"w": 3}}}
 SCHEMA = {"type": "function", "function": {"name": "area"}}

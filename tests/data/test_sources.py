@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import ROOT
-from support.data import chat
-from support.hostile import memory_below
-from support.sources import ROWS, ids_of, prepared, refused, write_source
+from support.rows.data import chat
+from support.rows.hostile import memory_below
+from support.rows.sources import ROWS, ids_of, prepared, refused, write_source
 
 from wgpu_lora.data import heldout_data, json_rows, python_source, training_data
 from wgpu_lora.data.compressed_files import MIN_GROWN

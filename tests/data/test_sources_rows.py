@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 from support.cli import QWEN2, ROWS, SMALL, Run, flags, write_rows
-from support.data import chat, small_tokenizer, write_jsonl
-from support.sources import prepared, refused, write_source
+from support.rows.data import chat, small_tokenizer, write_jsonl
+from support.rows.sources import prepared, refused, write_source
 
 import wgpu_lora
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline

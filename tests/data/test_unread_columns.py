@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.data import chat, write_jsonl
-from support.sources import ids_of, prepared, write_source
+from support.rows.data import chat, write_jsonl
+from support.rows.sources import ids_of, prepared, write_source
 
 from wgpu_lora.data import parse_example
 from wgpu_lora.data.example_formats import EXAMPLES
@@ -16,7 +16,7 @@ from wgpu_lora.data.preference_formats import LABELLED, PAIRS
 from wgpu_lora.data.prompt_formats import PROMPTS
 from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.errors import UserError
-from wgpu_lora.tokenizer.examples import Conversation, Tokens
+from wgpu_lora.formats.tokenizer.examples import Conversation, Tokens
 from wgpu_lora.train.objectives import OBJECTIVES, formats_of
 
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]

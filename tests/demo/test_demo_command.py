@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from wgpu_lora.assets import DEMO_HELDOUT
-from wgpu_lora.cli import console, main
+from wgpu_lora.cli import console
+from wgpu_lora.cli.app import main
 from wgpu_lora.demo.tasks import CheckedAnswer
+from wgpu_lora.files.assets import DEMO_HELDOUT
 
 command = import_module("wgpu_lora.cli.demo")
 

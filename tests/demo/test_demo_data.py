@@ -9,10 +9,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from scripts.demo import demo_rows, make_demo
-from wgpu_lora.assets import DEMO_HELDOUT, DEMO_MODEL, DEMO_TRAIN
-from wgpu_lora.checks.asserts import Outcome, parse_check
-from wgpu_lora.checks.code_check import run_check
-from wgpu_lora.checks.sandbox import plain_data
+from wgpu_lora.files.assets import DEMO_HELDOUT, DEMO_MODEL, DEMO_TRAIN
+from wgpu_lora.train.checks.asserts import Outcome, parse_check
+from wgpu_lora.train.checks.code_check import run_check
+from wgpu_lora.train.checks.sandbox import plain_data
 
 
 def read(path: Path) -> list[dict]:

@@ -11,16 +11,16 @@ from support.cli import write_rows
 from support.models import full_logits, save_golden_adapter, words_model
 
 from wgpu_lora import evaluate, teacher_cache
-from wgpu_lora.atomic import file_digest
 from wgpu_lora.data import tokenize_source
-from wgpu_lora.distill import teacher_cache as cache
-from wgpu_lora.distill import teacher_cache_writer
-from wgpu_lora.distill.teacher_cache import CACHE, TABLE, TeacherCache
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
-from wgpu_lora.locks import locked
+from wgpu_lora.files.atomic import file_digest
+from wgpu_lora.files.locks import locked
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.train.distill import teacher_cache as cache
+from wgpu_lora.train.distill import teacher_cache_writer
+from wgpu_lora.train.distill.teacher_cache import CACHE, TABLE, TeacherCache
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
 ROWS = [{"prompt": f"w{i} w{i + 1}", "completion": " ".join(f"w{(7 * i + j) % 200}" for j in range(5 + i % 4))}

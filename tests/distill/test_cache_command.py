@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from support.cli import QWEN2, commands, write_rows
 
-from wgpu_lora.distill.teacher_cache import TeacherCache, position_bytes
+from wgpu_lora.train.distill.teacher_cache import TeacherCache, position_bytes
 
 
 @pytest.fixture

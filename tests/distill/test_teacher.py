@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from support.models import allocated, full_logits, golden, golden_rows, load, save_golden_adapter
 
-from wgpu_lora.distill import teacher
-from wgpu_lora.distill.teacher import Teacher, TopK
-from wgpu_lora.distill.teacher_cache import id_bits, pack_ids, packed_bytes, unpack_ids
-from wgpu_lora.distill.teacher_logits import random_tokens
 from wgpu_lora.errors import UserError
-from wgpu_lora.infer import load_adapters
+from wgpu_lora.infer.named_adapters import load_adapters
 from wgpu_lora.models.batch_inputs import Segment, Tables
+from wgpu_lora.train.distill import teacher
+from wgpu_lora.train.distill.teacher import Teacher, TopK
+from wgpu_lora.train.distill.teacher_cache import id_bits, pack_ids, packed_bytes, unpack_ids
+from wgpu_lora.train.distill.teacher_logits import random_tokens
 
 TOKENS = 40
 

@@ -12,9 +12,9 @@ from llama_cpp_helpers import choices_agree, dequantized, llama_logits, loss, re
 from support.gguf_models import DEMO, MODELS, make_adapter, make_model
 from support.sampling import sample
 
-from wgpu_lora.export.adapter_merge import merge_adapter
-from wgpu_lora.export.gguf_export import FILE_TYPES, export_adapter, export_model
-from wgpu_lora.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.formats.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.models.export.adapter_merge import merge_adapter
+from wgpu_lora.models.export.gguf_export import FILE_TYPES, export_adapter, export_model
 
 # By file type: how far from the original's logits (a share of their spread) the rounding of weights may lead.
 ROUNDING = {"f16": 0.002, "q8_0": 0.03, "q6_k": 0.07, "q5_k_m": 0.13, "q5_1": 0.13, "q5_0": 0.13}

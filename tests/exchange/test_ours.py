@@ -11,8 +11,8 @@ from llama_cpp_helpers import loss, opened
 from support.gguf_models import DEMO, make_adapter
 
 from wgpu_lora import api
-from wgpu_lora.export.gguf_export import export_model
-from wgpu_lora.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.formats.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.models.export.gguf_export import export_model
 
 ROWS = 5
 

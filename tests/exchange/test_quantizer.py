@@ -14,8 +14,8 @@ from gguf import GGMLQuantizationType as Q
 from llama_cpp_helpers import tensor_types
 from support.gguf_models import DEMO, MODELS, make_model
 
-from wgpu_lora.export.gguf_export import FILE_TYPES, export_model
 from wgpu_lora.formats.gguf.gguf_writer import pack
+from wgpu_lora.models.export.gguf_export import FILE_TYPES, export_model
 
 MIXED: dict[str, dict[str, Any]] = {
     "demo": {},  # rows of 192, which are no whole super-blocks, and of 512

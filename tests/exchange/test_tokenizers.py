@@ -14,9 +14,9 @@ from llama_cpp_helpers import opened
 from support.gguf_models import DEMO, make_model
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from wgpu_lora.export.gguf_export import export_model
-from wgpu_lora.tokenizer.gguf_tokenizer import NAMES
-from wgpu_lora.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.formats.tokenizer.gguf_tokenizer import NAMES
+from wgpu_lora.formats.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.models.export.gguf_export import export_model
 
 REGEX = {name: pattern for pattern, name in NAMES.items()}
 TINY = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}

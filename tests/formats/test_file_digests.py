@@ -13,15 +13,15 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from support.models import words_model
-from support.training import model_dir
+from support.training.training import model_dir
 
 from wgpu_lora import api
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.formats.file_digests import COMPANION, check_digests, files_in
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS, read_adapter, tensor_name, write_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.export.quantized_model import write_packed
 from wgpu_lora.models.loaded_model import open_model
 
 FLIPS = 100

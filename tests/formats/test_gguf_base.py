@@ -18,7 +18,7 @@ from support.gguf_models import make_model
 from support.models import ARCHITECTURES, full_logits, golden, golden_rows
 from support.sampling import sample
 
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf.gguf_checkpoint import GGUFCheckpoint
 from wgpu_lora.gpu.device import Device

@@ -23,13 +23,13 @@ from support.events import hearing
 from support.gguf_models import DEMO, make_adapter, read, small, values
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.export import gguf_export
-from wgpu_lora.export.adapter_merge import merge_adapter
-from wgpu_lora.export.gguf_export import export_adapter, export_model, export_models
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
 from wgpu_lora.formats.safetensors_writer import TensorSpec, write_shards
 from wgpu_lora.models.architectures import load_config, parse_config
+from wgpu_lora.models.export import gguf_export
+from wgpu_lora.models.export.adapter_merge import merge_adapter
+from wgpu_lora.models.export.gguf_export import export_adapter, export_model, export_models
 from wgpu_lora.models.model_files import config_of
 
 
@@ -274,8 +274,8 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, what: str) -> None:
 CHILD = """
 import resource, sys
 from pathlib import Path
-from wgpu_lora.export import adapter_merge
-from wgpu_lora.export.gguf_export import export_model
+from wgpu_lora.models.export import adapter_merge
+from wgpu_lora.models.export.gguf_export import export_model
 adapter_merge.PIECE = 1 << 20
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 export_model(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -17,11 +17,11 @@ from support.models import full_logits
 from support.sampling import sample
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.adapter_merge import merge_adapter
-from wgpu_lora.export.gguf_export import export_adapter, export_model
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.architectures import load_config
 from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.export.adapter_merge import merge_adapter
+from wgpu_lora.models.export.gguf_export import export_adapter, export_model
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.model_files import config_of, read_model

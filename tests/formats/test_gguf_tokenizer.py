@@ -20,12 +20,12 @@ from support.gguf_models import DEMO, read, small
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.gguf_export import export_model
-from wgpu_lora.export.gguf_vocabulary import Vocabulary, read_vocabulary
 from wgpu_lora.formats.gguf.gguf_header import read_header
+from wgpu_lora.formats.tokenizer.gguf_tokenizer import read_tokenizer, splitting_of
+from wgpu_lora.formats.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.models.architectures import load_config
-from wgpu_lora.tokenizer.gguf_tokenizer import read_tokenizer, splitting_of
-from wgpu_lora.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.models.export.gguf_export import export_model
+from wgpu_lora.models.export.gguf_vocabulary import Vocabulary, read_vocabulary
 
 NASTY = [
     "", " ", "  ", "\n", "\r\n\r\n", "\t x", "a  b   c", " lead", "trail ", "It's we'LL they'RE 'tis", "1234567 89",

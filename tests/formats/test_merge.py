@@ -24,14 +24,14 @@ from support.models import (
 from support.sampling import sample
 
 import wgpu_lora
-from wgpu_lora.atomic import file_digest
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.adapter_merge import merge_adapter
+from wgpu_lora.files.atomic import file_digest
 from wgpu_lora.formats.safetensors_checkpoint import INDEX, Checkpoint
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.named_adapters import load_adapters
 from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.export.adapter_merge import merge_adapter
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.models.model_files import config_of
 

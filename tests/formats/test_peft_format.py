@@ -16,12 +16,12 @@ import pytest
 from safetensors.numpy import save_file
 from support import path_of
 
-from wgpu_lora import untrusted_patterns
-from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.atomic import write_bytes_atomic
 from wgpu_lora.formats.peft_adapter import read_adapter, tensor_name, write_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig, parse_config
-from wgpu_lora.untrusted_patterns import first_matches
+from wgpu_lora.processes import untrusted_patterns
+from wgpu_lora.processes.untrusted_patterns import first_matches
 
 RAW = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 

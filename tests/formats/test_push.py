@@ -18,7 +18,7 @@ import pytest
 from support.models import FIXTURES, save_golden_adapter
 from support.sampling import sample
 
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.hub_upload import prepare
@@ -85,7 +85,7 @@ def run(tmp_path: Path) -> Path:
 def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own: the hub's library reads the environment once."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    code = "import sys; from wgpu_lora.cli import main; sys.exit(main())"
+    code = "import sys; from wgpu_lora.cli.app import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "push", *arguments]
     whole = clean | {"HF_HOME": arguments[0] + ".hub"} | environment  # nobody's token
     return subprocess.run(command, env=whole, capture_output=True, text=True, timeout=300)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from wgpu_lora.assets import ORDERS_TRAIN
-from wgpu_lora.atomic import file_digest, sha256
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.assets import ORDERS_TRAIN
+from wgpu_lora.files.atomic import file_digest, sha256
 from wgpu_lora.formats import smollm2
 from wgpu_lora.formats.hub import resolve_model
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 from support.cli import flags
-from support.data import small_tokenizer
 from support.models import save_golden_adapter, words_model
+from support.rows.data import small_tokenizer
 
-from wgpu_lora.assets import DEMO_MODEL
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.assets import DEMO_MODEL
 from wgpu_lora.formats.hub_upload import prepare
+from wgpu_lora.formats.tokenizer.tokenizer_files import tokenizer_files, write_tokenizer
 from wgpu_lora.models.model_files import read_model
-from wgpu_lora.tokenizer.tokenizer_files import tokenizer_files, write_tokenizer
 
 DEMO = DEMO_MODEL
 WRITTEN = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}

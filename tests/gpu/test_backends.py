@@ -21,7 +21,7 @@ from wgpu_lora.gpu.device import Device, DeviceOptions
 from wgpu_lora.gpu.device_errors import DeviceLost, raise_device_lost
 from wgpu_lora.gpu.device_list import DeviceInfo
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
-from wgpu_lora.ops import matmul_tuning
+from wgpu_lora.ops.matmul import matmul_tuning
 from wgpu_lora.train.run.training_log import environment
 
 HEADER = """

@@ -28,8 +28,8 @@ from wgpu_lora.gpu.single_kernel import SingleKernel
 from wgpu_lora.gpu.struct import struct_array, struct_columns, struct_words, wgsl_struct
 from wgpu_lora.gpu.tiling import WORKGROUP, Capabilities, Tiling
 from wgpu_lora.ops.elementwise import fill
-from wgpu_lora.ops.loss import softmax_chunk
-from wgpu_lora.ops.matmul import FILE
+from wgpu_lora.ops.loss.loss import softmax_chunk
+from wgpu_lora.ops.matmul.matmul import FILE
 
 NMSE = 1e-11  # mean squared error over the mean square of the reference: 3e-6 relative, a few dozen roundings of f32
 WORST = 1e-5  # of (|value| + root mean square), for any one value

@@ -15,10 +15,10 @@ from support.sampling import sample
 from wgpu_lora.gpu import reference_values
 from wgpu_lora.gpu.kernel import REGISTRY
 from wgpu_lora.gpu.reference_values import as_float64
-from wgpu_lora.ops.attention import attention_backward_kv, attention_backward_q, attention_forward
+from wgpu_lora.ops.attention.attention import attention_backward_kv, attention_backward_q, attention_forward
 from wgpu_lora.ops.embedding import embedding_rows
 from wgpu_lora.ops.gradient_norm import BLOCK, square_sums
-from wgpu_lora.ops.matmul import matmul_nn, matmul_nt
+from wgpu_lora.ops.matmul.matmul import matmul_nn, matmul_nt
 from wgpu_lora.weights.nf4.nf4_products import nf4_matmul, nf4_matmul_backward
 
 Arrays = dict[str, np.ndarray]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.tuning import product
+from support.training.tuning import product
 
 from wgpu_lora.gpu import program as module
 from wgpu_lora.gpu.arena_plan import plan_arenas

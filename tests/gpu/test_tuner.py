@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.events import hearing
-from support.tuning import product, verdicts
+from support.training.tuning import product, verdicts
 
 from wgpu_lora.events import Tuning
 from wgpu_lora.gpu import tiling_check
@@ -27,7 +27,7 @@ from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.gpu.tuning_cache import SCHEMA, ChoiceFile, TuningEntry, bucket, choice_key
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.ops.elementwise import fill
-from wgpu_lora.ops.matmul import matmul_nt
+from wgpu_lora.ops.matmul.matmul import matmul_nt
 
 
 @pytest.fixture(autouse=True)

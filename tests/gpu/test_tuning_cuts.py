@@ -13,9 +13,9 @@ from wgpu_lora.gpu.kernel import REGISTRY
 from wgpu_lora.gpu.single_kernel import SingleKernel
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.tiling_check import cut_verdict
-from wgpu_lora.ops.attention import attention_forward
-from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
-from wgpu_lora.ops.matmul_tuning import CHECKED, block
+from wgpu_lora.ops.attention.attention import attention_forward
+from wgpu_lora.ops.matmul.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
+from wgpu_lora.ops.matmul.matmul_tuning import CHECKED, block
 from wgpu_lora.weights.gguf.gguf_formats import FORMATS
 from wgpu_lora.weights.gguf.gguf_products import gguf_matmul, gguf_matmul_backward
 from wgpu_lora.weights.lowbit.lowbit_products import codes_matmul, codes_matmul_backward

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.broken import Break
 from support.cli import QWEN2, SMALL, commands, flags, write_rows
 from support.events import hearing
-from support.tuning import product
+from support.processes.broken import Break
+from support.training.tuning import product
 
 from wgpu_lora.errors import DeviceWarning
 from wgpu_lora.events import WrongKernel
@@ -24,7 +24,7 @@ from wgpu_lora.gpu.tiling_check import check_tilings
 from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.gpu.verdicts import Verdicts, verdicts_of
 from wgpu_lora.ops.elementwise import add_forward
-from wgpu_lora.ops.loss import sum_by_slot
+from wgpu_lora.ops.loss.loss import sum_by_slot
 
 
 @pytest.fixture

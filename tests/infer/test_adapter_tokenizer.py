@@ -9,21 +9,21 @@ from pathlib import Path
 import httpx
 import pytest
 from support.cli import flags
-from support.data import chat
 from support.models import save_golden_adapter, words_and_adapters, words_model
-from support.serving import FakeEngine, save_adapter, serving
+from support.rows.data import chat
+from support.serving.serving import FakeEngine, save_adapter, serving
 
 import wgpu_lora
-from wgpu_lora.assets import DEMO_MODEL
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.adapter_merge import MergedModel
+from wgpu_lora.files.assets import DEMO_MODEL
+from wgpu_lora.formats.tokenizer.tokenizer_files import tokenizer_files, write_tokenizer
 from wgpu_lora.infer.answers import notes_for, tokenizer_of
 from wgpu_lora.infer.chat import Chat
 from wgpu_lora.infer.generation_options import GenerationOptions
+from wgpu_lora.models.export.adapter_merge import MergedModel
 from wgpu_lora.models.model_files import read_model
-from wgpu_lora.tokenizer.tokenizer_files import tokenizer_files, write_tokenizer
 
 TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}"
 OWN = "{% for m in messages %}w7 w8 {{ m.content }} {% endfor %}"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat import at_once, chats, make_models, say
-from support.data import small_tokenizer
+from support.rows.data import small_tokenizer
+from support.serving.chat import at_once, chats, make_models, say
 
 import wgpu_lora
 from wgpu_lora.errors import NoRoomError, UserError

@@ -16,9 +16,8 @@ from support.models import full_logits, load, relative_error, save_golden_adapte
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.infer import load_adapters
 from wgpu_lora.infer.engine import Engine
-from wgpu_lora.infer.named_adapters import adapters_on_device
+from wgpu_lora.infer.named_adapters import adapters_on_device, load_adapters
 from wgpu_lora.infer.request import Request
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.models.adapter_modules import read_adapter_for

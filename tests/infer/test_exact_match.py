@@ -16,9 +16,9 @@ from wgpu_lora.data import Row
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
 from wgpu_lora.infer.exact_match import Match, compared, split_row
-from wgpu_lora.track.run_log import HELD_OUT, REWARD, Losses
 from wgpu_lora.train.run.run_outcome import end_warnings, first_and_last
 from wgpu_lora.train.run.run_state import RunState
+from wgpu_lora.train.track.run_log import HELD_OUT, REWARD, Losses
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support import path_of
-from support.data import small_tokenizer
 from support.models import (
     ARCHITECTURES,
     FIXTURES,
@@ -21,6 +20,7 @@ from support.models import (
     relative_error,
     save_golden_adapter,
 )
+from support.rows.data import small_tokenizer
 
 from wgpu_lora.data import Row, TokenizedData
 from wgpu_lora.data.row_counts import RowCounts
@@ -29,7 +29,11 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import tensor_name, write_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.infer import Evaluator, Generation, Generator, Sampler, chat_prompt, evaluate, load_adapters
+from wgpu_lora.infer.generator import Generation, Generator
+from wgpu_lora.infer.named_adapters import load_adapters
+from wgpu_lora.infer.perplexity import Evaluator, evaluate
+from wgpu_lora.infer.prompts import chat_prompt
+from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.models.adapter_set import fix_gains
 from wgpu_lora.models.batch_inputs import Segment
 

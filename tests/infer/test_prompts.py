@@ -17,11 +17,11 @@ from support.models import words_and_adapters
 
 import wgpu_lora
 from wgpu_lora.errors import NoRoomError, UserError
+from wgpu_lora.formats.tokenizer.examples import Alpaca, Completion
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer import answers as answering
 from wgpu_lora.infer.prompt_file import read_requests
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.tokenizer.examples import Alpaca, Completion
 
 TEMPLATE = (
     "{%- for m in messages -%}{{- 'w1 ' + m.content + ' ' -}}{%- endfor -%}"

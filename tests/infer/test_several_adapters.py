@@ -15,7 +15,7 @@ from support.models import save_golden_adapter, words_and_adapters
 
 import wgpu_lora
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.infer import Generator
+from wgpu_lora.infer.generator import Generator
 from wgpu_lora.infer.named_adapters import model_of, named_adapters
 from wgpu_lora.models.loaded_model import LoadedModel
 

@@ -10,10 +10,10 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
-from support.share import adapter
+from support.processes.share import adapter
 
-from wgpu_lora.memory_leases import memory_budget as module
-from wgpu_lora.memory_leases.memory_budget import (
+from wgpu_lora.gpu.memory_leases import memory_budget as module
+from wgpu_lora.gpu.memory_leases.memory_budget import (
     DeviceMemory,
     amdgpu_memory,
     budget_bytes,

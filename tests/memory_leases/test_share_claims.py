@@ -16,16 +16,16 @@ import pytest
 from support.cli import QWEN2, SMALL, flags, write_rows
 from support.events import hearing
 from support.models import save_golden_adapter
+from support.processes.share import until
 from support.sampling import sample
-from support.share import until
 
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.memory_leases import Budget, DeviceMemory, Ledger, LedgerEntry, claim, claims, device_key
+from wgpu_lora.gpu.memory_leases.lease_queue import take
 from wgpu_lora.gpu.verdicts import verdicts_of
-from wgpu_lora.memory_leases import Budget, DeviceMemory, Ledger, LedgerEntry, claim, claims, device_key
-from wgpu_lora.memory_leases.lease_queue import take
-from wgpu_lora.process_identity import process_start
+from wgpu_lora.processes.process_identity import process_start
 
 BRICKS = ["--brick", "rmsnorm", "--brick", "train_step"]
 COMMANDS: dict[str, Callable[[Path], list[Any]]] = {

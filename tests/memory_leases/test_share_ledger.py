@@ -18,14 +18,14 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from support.share import adapter, start, until
+from support.processes.share import adapter, start, until
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.memory_leases import Ledger, LedgerEntry, device_key
-from wgpu_lora.memory_leases import ledger as module
-from wgpu_lora.memory_leases.lease_queue import take
-from wgpu_lora.memory_leases.ledger import FORGET_SECONDS, dump, parse
-from wgpu_lora.process_identity import process_start
+from wgpu_lora.gpu.memory_leases import Ledger, LedgerEntry, device_key
+from wgpu_lora.gpu.memory_leases import ledger as module
+from wgpu_lora.gpu.memory_leases.lease_queue import take
+from wgpu_lora.gpu.memory_leases.ledger import FORGET_SECONDS, dump, parse
+from wgpu_lora.processes.process_identity import process_start
 
 
 def lease(nbytes: int = 5, **facts: Any) -> LedgerEntry:
@@ -47,8 +47,8 @@ def fill(ledger: Ledger, *entries: LedgerEntry) -> None:
 OTHER_USER = """
 import os, sys
 from pathlib import Path
-from wgpu_lora.memory_leases.ledger import Ledger
-from wgpu_lora.memory_leases.lease_queue import take
+from wgpu_lora.gpu.memory_leases.ledger import Ledger
+from wgpu_lora.gpu.memory_leases.lease_queue import take
 os.setgid(65534), os.setuid(65534)
 with take(Ledger("gpu", Path(sys.argv[1])), 4, 10, "theirs"):
     print([(e.bytes, e.what) for e in Ledger("gpu", Path(sys.argv[1])).read()])

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.processes.share import adapter, start, until
 from support.sampling import FULL, seeds
-from support.share import adapter, start, until
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.memory_leases import Ledger, LedgerEntry, device_key
-from wgpu_lora.memory_leases import lease_queue as module
-from wgpu_lora.memory_leases.lease_queue import take
+from wgpu_lora.gpu.memory_leases import Ledger, LedgerEntry, device_key
+from wgpu_lora.gpu.memory_leases import lease_queue as module
+from wgpu_lora.gpu.memory_leases.lease_queue import take
 
 
 @pytest.fixture

@@ -12,17 +12,17 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from support import MODELS, path_of
 from support.models import full_logits, golden, golden_rows
-from support.training import random_rows
+from support.training.training import random_rows
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.adapter_merge import merge_adapter
-from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS, tensor_name
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.named_adapters import load_adapters
 from wgpu_lora.models.adapter_modules import expression, read_adapter_for, resolve_target_modules
 from wgpu_lora.models.architectures import load_config, parse_config
 from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.export.adapter_merge import merge_adapter
+from wgpu_lora.models.export.quantized_model import write_packed
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.model_files import config_of

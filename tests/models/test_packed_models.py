@@ -13,13 +13,13 @@ from safetensors.numpy import load_file, save_file
 from support.gguf_models import make_adapter
 from support.models import ARCHITECTURES, FIXTURES, full_logits, golden, golden_rows, load, relative_error
 
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.adapter_merge import MergedModel, merge_adapter, scaled_factors
-from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.formats.safetensors_checkpoint import INDEX, SINGLE
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.export.adapter_merge import MergedModel, merge_adapter, scaled_factors
+from wgpu_lora.models.export.quantized_model import write_packed
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.weights.nf4.nf4_files import BitsAndBytesNF4
 from wgpu_lora.weights.nf4.nf4_reference import double_dequantize, from_words, pack_bnb, to_words

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support import FIXTURES, path_of
-from support.optimizing import GOLDEN_LIMITS
+from support.training.optimizing import GOLDEN_LIMITS
 
 from wgpu_lora.formats.peft_adapter import PARTS, read_adapter, tensor_name, write_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig

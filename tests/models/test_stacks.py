@@ -29,8 +29,8 @@ from wgpu_lora.models.layer_context import LayerContext
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.models.row_inputs import NOWHERE, Rows
-from wgpu_lora.ops import matmul_tuning
 from wgpu_lora.ops.elementwise import add_forward
+from wgpu_lora.ops.matmul import matmul_tuning
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import Shared, write
 from wgpu_lora.weights.base_formats import declare

@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support.models import full_logits, relative_error
-from support.training import random_rows
+from support.training.training import random_rows
 
+from wgpu_lora.cli.proof.worker_jobs import step
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.adapter_merge import merge_adapter
-from wgpu_lora.export.gguf_export import export_model
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import Tensor
@@ -31,6 +30,8 @@ from wgpu_lora.models.architectures import ARCHITECTURES, parse_config
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.blocks.attention_block import Attention, KeyRanges
 from wgpu_lora.models.config_fields import whole
+from wgpu_lora.models.export.adapter_merge import merge_adapter
+from wgpu_lora.models.export.gguf_export import export_model
 from wgpu_lora.models.kv_cache import CacheTensor
 from wgpu_lora.models.layer_context import LayerContext
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
@@ -39,7 +40,6 @@ from wgpu_lora.models.rotary_embedding import RopeTable
 from wgpu_lora.models.row_inputs import NOWHERE, RowInput, Rows
 from wgpu_lora.ops.elementwise import fill, residual, swiglu
 from wgpu_lora.ops.embedding import gather_rows
-from wgpu_lora.proof.worker_jobs import step
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.training_log import LOG, read_log

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from support.exact import run_exactly
 from support.kernels.delta import runs_of
 from support.models import allocated
+from support.training.exact import run_exactly
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor, persistent
 from wgpu_lora.models.batch_inputs import write
-from wgpu_lora.ops.delta_net import delta_rule
-from wgpu_lora.ops.delta_net.causal_conv import causal_conv
-from wgpu_lora.ops.delta_net.delta_rule import gated_delta_rule
-from wgpu_lora.ops.delta_net.delta_step import gated_delta_step, possible_slices
+from wgpu_lora.ops.attention.delta_net import delta_rule
+from wgpu_lora.ops.attention.delta_net.causal_conv import causal_conv
+from wgpu_lora.ops.attention.delta_net.delta_rule import gated_delta_rule
+from wgpu_lora.ops.attention.delta_net.delta_step import gated_delta_step, possible_slices
 from wgpu_lora.ops.elementwise import copy
 from wgpu_lora.ops.norm import gated_norm, l2norm
 from wgpu_lora.ops.recorder import Recorder

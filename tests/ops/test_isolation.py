@@ -11,7 +11,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.single_kernel import SingleKernel
 from wgpu_lora.gpu.tiling import WORKGROUP
-from wgpu_lora.ops.attention import attention_backward_kv, attention_backward_q, attention_forward
+from wgpu_lora.ops.attention.attention import attention_backward_kv, attention_backward_q, attention_forward
 
 ROWS, CUT, DIM = 10, 5, 8  # two segments in what is one subgroup or tile nearly everywhere
 SHAPE = {"rows": ROWS, "kv_heads": 1, "group": 1, "dim": DIM, "scale": 0.3}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from wgpu_lora.gpu.tiling import Tiling
-from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
-from wgpu_lora.ops.matmul_layout import Layout, product_layout, words_of
+from wgpu_lora.ops.matmul.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
+from wgpu_lora.ops.matmul.matmul_layout import Layout, product_layout, words_of
 from wgpu_lora.weights.nf4.nf4_products import nf4_matmul, nf4_matmul_backward
 
 BROADCAST = Tiling("broadcast", 32, rows=16, cols=4, span=4)

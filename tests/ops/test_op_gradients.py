@@ -15,8 +15,13 @@ from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor, persistent
 from wgpu_lora.models.batch_inputs import write
-from wgpu_lora.ops import loss
-from wgpu_lora.ops.attention import attention_backward_kv, attention_backward_q, attention_forward, attention_stats
+from wgpu_lora.ops.attention.attention import (
+    attention_backward_kv,
+    attention_backward_q,
+    attention_forward,
+    attention_stats,
+)
+from wgpu_lora.ops.attention.rope import rope_backward, rope_forward
 from wgpu_lora.ops.elementwise import (
     copy,
     dropout_apply,
@@ -26,11 +31,19 @@ from wgpu_lora.ops.elementwise import (
     swiglu_forward,
 )
 from wgpu_lora.ops.embedding import cap_gradient, cap_logits
-from wgpu_lora.ops.loss import SweepGradient, Targets, logprob_gradient, seed, softmax_chunk, sweep, target_logprobs
-from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
+from wgpu_lora.ops.loss import loss
+from wgpu_lora.ops.loss.loss import (
+    SweepGradient,
+    Targets,
+    logprob_gradient,
+    seed,
+    softmax_chunk,
+    sweep,
+    target_logprobs,
+)
+from wgpu_lora.ops.matmul.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
 from wgpu_lora.ops.norm import rmsnorm_backward, rmsnorm_forward
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.rope import rope_backward, rope_forward
 from wgpu_lora.weights.dense import DenseWeight
 from wgpu_lora.weights.lowbit.lowbit_layout import constant_count, decode_device, table_size, word_rows
 from wgpu_lora.weights.lowbit.lowbit_training import codes_gradient, codes_gradient_sum
@@ -148,7 +161,7 @@ def test_attention_that_sees_nothing_is_zero(rng: np.random.Generator) -> None:
 def cross_entropy(
     hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, weight: np.ndarray, chunk: int, cap: float = 0.0
 ) -> Any:
-    """The sweep of ops/loss.py: (-log p, gradient of the sum of those times weight by hidden)."""
+    """The sweep of ops/loss/loss.py: (-log p, gradient of the sum of those times weight by hidden)."""
     rows, cols = hidden.shape
     state, rescale, dh = np.full((rows, 4), np.nan), np.full(rows, np.nan), np.full((rows, cols), np.nan)
     for first in range(0, len(head), chunk):

@@ -13,10 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wgpu_lora.checks.code_check import CheckResult
-from wgpu_lora.gpu.device_list import DeviceInfo
-from wgpu_lora.json_files import to_json
-from wgpu_lora.proof.checks import (
+from wgpu_lora.cli.proof.checks import (
     answers_pass_their_checks,
     devices_agree,
     devices_compute,
@@ -25,7 +22,7 @@ from wgpu_lora.proof.checks import (
     training_beside_evaluating,
     work_happened_on_the_device,
 )
-from wgpu_lora.proof.proof_context import (
+from wgpu_lora.cli.proof.proof_context import (
     LEFT_OUT,
     Check,
     Evaluated,
@@ -36,12 +33,15 @@ from wgpu_lora.proof.proof_context import (
     evaluations,
     on_devices,
 )
-from wgpu_lora.proof.proof_run import NO_DEVICES, loss_chart
-from wgpu_lora.proof.worker_jobs import default_devices, difference
+from wgpu_lora.cli.proof.proof_run import NO_DEVICES, loss_chart
+from wgpu_lora.cli.proof.worker_jobs import default_devices, difference
+from wgpu_lora.cluster.worker.worker import Worker
+from wgpu_lora.files.json_files import to_json
+from wgpu_lora.gpu.device_list import DeviceInfo
+from wgpu_lora.train.checks.code_check import CheckResult
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.records import UsedDevice
 from wgpu_lora.train.run.training_log import Log, read_log
-from wgpu_lora.worker.worker import Worker
 
 
 def status(check: Any, **proof: Any) -> str:
@@ -297,7 +297,7 @@ def test_answers(
     def run_check(text: str, check: str, allow_unconfined: bool) -> CheckResult:
         return CheckResult("passed" if text == "right" else "failed", "", True)
 
-    monkeypatch.setattr("wgpu_lora.proof.checks.run_check", run_check)
+    monkeypatch.setattr("wgpu_lora.cli.proof.checks.run_check", run_check)
     proof = {"args": TrainingArguments(eval_data=str(file)), "leaked_rows": (overlap, 10), "allow_unconfined": False}
     proof |= {
         "device_indices": lambda: [0],

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from wgpu_lora.proof.cuda_check import classify, compiler_in, cuda_packages, required
-from wgpu_lora.proof.watched_workers import EVENTS, Watcher, record_own_process
+from wgpu_lora.cli.proof.cuda_check import classify, compiler_in, cuda_packages, required
+from wgpu_lora.cli.proof.watched_workers import EVENTS, Watcher, record_own_process
 
 ICD, DRIVER = "/usr/lib/libGLX_nvidia.so.0", "/usr/lib/libcuda.so.1"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.brokers import Owner
+from support.protect.brokers import Owner
 
 from wgpu_lora.protect.hygiene.memory_protection import HostProtection
 

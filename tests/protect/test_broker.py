@@ -15,9 +15,9 @@ from typing import Any
 
 import jwt
 import pytest
-from support.brokers import JOB, Owner, Trainer
 from support.fuzz.mutators import of_json
-from support.policies import digest
+from support.protect.brokers import JOB, Owner, Trainer
+from support.protect.policies import digest
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.attestation import claims

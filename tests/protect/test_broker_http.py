@@ -30,10 +30,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from starlette.testclient import TestClient
-from support.brokers import JOB, Owner, Trainer, serving
-from support.policies import digest
+from support.protect.brokers import JOB, Owner, Trainer, serving
+from support.protect.policies import digest
 
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.broker import broker as decisions
 from wgpu_lora.protect.broker import broker_app, broker_client

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.policies import digest
-from support.protected_runs import DataOwner, Made, checked_run, make_run
+from support.protect.policies import digest
+from support.protect.protected_runs import DataOwner, Made, checked_run, make_run
 
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.attestation.claims import attest, read_evidence
 from wgpu_lora.protect.checking.check import CheckResult, check

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.policies import digest
-from support.protected_runs import Change, DataOwner, Made, checked_run, make_run
+from support.protect.policies import digest
+from support.protect.protected_runs import Change, DataOwner, Made, checked_run, make_run
 
-from wgpu_lora.atomic import file_digest
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.atomic import file_digest
 from wgpu_lora.protect.attestation.claims import read_evidence
 from wgpu_lora.protect.evidence.run_evidence import NAME, EvidenceLog
 from wgpu_lora.protect.evidence.run_statement import RunFacts, write_statement

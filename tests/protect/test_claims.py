@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from support import FIXTURES
-from support.attesting import MEASURED, NONCE, Job, claimed, quick
-from support.tpm import MISSING, software_tpm
+from support.protect.attesting import MEASURED, NONCE, Job, claimed, quick
+from support.protect.tpm import MISSING, software_tpm
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.attestation import claims, measurements, tpm

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-from support.tokenizers import document
+from support.rows.tokenizers import document
 
+from wgpu_lora.formats.tokenizer.tokenizer_process import TokenizerProcess
 from wgpu_lora.protect.hygiene import memory_protection
 from wgpu_lora.protect.hygiene.memory_protection import HostProtection, harden
 from wgpu_lora.protect.sealed import keys
-from wgpu_lora.tokenizer.tokenizer_process import TokenizerProcess
 
 BECH32 = "qpzry9x8gf2tvdw0s3jn54khce6mua7l"
 resource = pytest.importorskip("resource")

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.protected import Hospital
+from support.protect.protected import Hospital
 
-from wgpu_lora.atomic import file_digest
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.atomic import file_digest
 from wgpu_lora.protect.runs import protected_job as jobs
 from wgpu_lora.protect.runs.protected_job import ProtectedJob
 from wgpu_lora.protect.runs.protected_run import _check_beside

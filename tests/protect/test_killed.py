@@ -9,11 +9,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 import pytest
-from support.brokers import serving
-from support.killing import OPTIONS, Site, make_site
+from support.processes.killing import OPTIONS, Site, make_site
+from support.protect.brokers import serving
 from support.sampling import FULL, seeds
 
-from wgpu_lora.atomic import file_digest
+from wgpu_lora.files.atomic import file_digest
 from wgpu_lora.protect.checking.check import check
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.sealed_files import unseal_path

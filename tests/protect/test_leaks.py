@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.leaks import IDENTITY, Pieces, identity_pieces, secret_of
+from support.protect.leaks import IDENTITY, Pieces, identity_pieces, secret_of
 
 TEXT = 'The patient "Ada Löwe" was\nadmitted on Tuesday; see row 41.'
 IDS = [17, 203, 5, 1024, 99, 7, 180, 42, 31, 2000]

@@ -21,9 +21,9 @@ from typing import Any
 import psutil
 import pytest
 
-from wgpu_lora import assets
-from wgpu_lora.assets import ASSETS
 from wgpu_lora.errors import UserError
+from wgpu_lora.files import assets
+from wgpu_lora.files.assets import ASSETS
 from wgpu_lora.gpu.backends import WGPU, backend
 from wgpu_lora.protect.attestation import measurements
 
@@ -55,7 +55,7 @@ def test_every_file_of_the_package_counts(package: Path) -> None:
     whole = measurements.package()
     assert sorted(whole["files"]) == [
         "bricks/sub/file", "recipes/sub/file", "shaders/sub/file",
-        "wgpu_lora/demo/odd name", "wgpu_lora/errors.py", "wgpu_lora/json_files.py",
+        "wgpu_lora/demo/odd name", "wgpu_lora/errors.py", "wgpu_lora/files/json_files.py",
     ]  # fmt: skip
     for name in whole["files"]:
         before = (package / name).read_bytes()

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.attesting import quick
 from support.bench import MINI_ROW
 from support.events import hearing
-from support.reports import page_of
+from support.protect.attesting import quick
+from support.training.reports import page_of
 
 from wgpu_lora.bench.training_runs import Work
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import published_shapes

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import FIXTURES
-from support.policies import (
+from support.protect.policies import (
     ALL_RULES,
     GIVEN,
     JSON,

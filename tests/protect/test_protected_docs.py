@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support import ROOT
 
-from wgpu_lora.assets import DEMO_TRAIN
+from wgpu_lora.files.assets import DEMO_TRAIN
 
 PAGE = ROOT / "docs" / "protected.md"
 PORT = "8713"

@@ -14,7 +14,7 @@ from typing import Any
 import jwt
 import pyrage
 import pytest
-from support.brokers import JOB, Owner, Trainer
+from support.protect.brokers import JOB, Owner, Trainer
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.attestation.claims import read_evidence

@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.attesting import quick
-from support.brokers import serving
 from support.events import hearing
-from support.leaks import Pieces
-from support.protected import OPTIONS, SECRET, Hospital
+from support.protect.attesting import quick
+from support.protect.brokers import serving
+from support.protect.leaks import Pieces
+from support.protect.protected import OPTIONS, SECRET, Hospital
 from support.sampling import sample
 
-from wgpu_lora.atomic import file_digest
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
+from wgpu_lora.files.atomic import file_digest
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.protect.attestation.claims import attest, load_evidence

@@ -12,10 +12,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from support.brokers import Owner, Trainer
+from support.protect.brokers import Owner, Trainer
 
-from wgpu_lora.cli import main
-from wgpu_lora.closed_streams import discard_when_closed
+from wgpu_lora.cli.app import main
+from wgpu_lora.processes.closed_streams import discard_when_closed
 from wgpu_lora.protect.sealed.age_streams import seal_bytes
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SigningKey, write_private
 from wgpu_lora.protect.sealed.sealed_files import seal_path, unseal_path

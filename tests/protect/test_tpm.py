@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import FIXTURES
-from support.tpm import MISSING, extend, rsa_key, software_tpm
+from support.protect.tpm import MISSING, extend, rsa_key, software_tpm
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.attestation import tpm

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.attesting import NONCE as SHORT_NONCE
-from support.attesting import quick
-from support.policies import GIVEN, LEAST, NONCE, digest
-from support.protected import Hospital
-from support.protected_runs import DataOwner, make_run
-from support.tpm import MISSING, software_tpm
+from support.protect.attesting import NONCE as SHORT_NONCE
+from support.protect.attesting import quick
+from support.protect.policies import GIVEN, LEAST, NONCE, digest
+from support.protect.protected import Hospital
+from support.protect.protected_runs import DataOwner, make_run
+from support.protect.tpm import MISSING, software_tpm
 
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.protect.attestation import measurements, tpm
 from wgpu_lora.protect.attestation.claims import LEVELS, PROFILE, attest, load_evidence
 from wgpu_lora.protect.evidence import dsse

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.chat import at_once, say
 from support.events import hearing
 from support.models import full_logits, relative_error
 from support.real_models import TRAINING, matrices, reference, save_start, start_of
+from support.serving.chat import at_once, say
 
 import wgpu_lora
 from scripts.golden import real_cases as cases

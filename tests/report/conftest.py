@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.reports import profile_of
+from support.training.reports import profile_of
 
 STATUS = {"gpu_busy": 97.0, "gpu_power": 203.0, "gpu_power_limit": 355.0, "gpu_temperature": 61.0, "gpu_memory": 3.5}
 

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 from support.cli import QWEN2, SMALL, Run, commands, flags
-from support.data import write_jsonl
-from support.reports import copied, page_of, profile_of
+from support.rows.data import write_jsonl
+from support.training.reports import copied, page_of, profile_of
 
-from wgpu_lora.cli import main
-from wgpu_lora.locks import locked
-from wgpu_lora.report.comparison_tables import best_run_sentence, compare, costs, losses
-from wgpu_lora.report.finished_runs import read_runs
-from wgpu_lora.report.line_chart import Line, Scale, line_chart, short, smoothed, thinned
-from wgpu_lora.report.page import table
-from wgpu_lora.report.run_charts import PLOTS, lengths_differ, plots
+from wgpu_lora.cli.app import main
+from wgpu_lora.cli.report.comparison_tables import best_run_sentence, compare, costs, losses
+from wgpu_lora.cli.report.finished_runs import read_runs
+from wgpu_lora.cli.report.line_chart import Line, Scale, line_chart, short, smoothed, thinned
+from wgpu_lora.cli.report.page import table
+from wgpu_lora.cli.report.run_charts import PLOTS, lengths_differ, plots
+from wgpu_lora.files.locks import locked
 from wgpu_lora.train.run.multi_adapter_state import (
     MultiAdapterState,
     read_multi_adapter_state,
@@ -302,13 +302,13 @@ def test_what_fails_leaves_no_directory(tmp_path: Path) -> None:
 
 ENDED = """
 import os, signal, sys
-from wgpu_lora import atomic
+from wgpu_lora.files import atomic
 write = os.fsync
 def fsync(descriptor):
     write(descriptor)
     os.kill(os.getpid(), signal.SIGTERM)
 os.fsync = fsync
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 sys.exit(main(["report", *sys.argv[1:]]))
 """
 

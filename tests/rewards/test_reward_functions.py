@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.rewards.builtin_rewards import BUILT_IN
-from wgpu_lora.rewards.reward_functions import RewardFunctions, Rewards
+from wgpu_lora.train.rewards.builtin_rewards import BUILT_IN
+from wgpu_lora.train.rewards.reward_functions import RewardFunctions, Rewards
 
 CODE = """
 import asyncio, os, time
@@ -237,7 +237,7 @@ def hangs(completions, **columns):
 """
 PARENT = """
 import os, sys, threading, time, pathlib
-from wgpu_lora.rewards.reward_functions import RewardFunctions
+from wgpu_lora.train.rewards.reward_functions import RewardFunctions
 def end():
     while not pathlib.Path(sys.argv[1]).exists():
         time.sleep(0.01)

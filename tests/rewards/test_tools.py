@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.serving import demo_tokenizer
-from support.sources import write_source
-from support.tool_templates import CALLS, HERMES_TEMPLATE, TEMPLATES
+from support.rows.sources import write_source
+from support.rows.tool_templates import CALLS, HERMES_TEMPLATE, TEMPLATES
+from support.serving.serving import demo_tokenizer
 
-from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.errors import UserError
-from wgpu_lora.rewards.tools import Tools
+from wgpu_lora.files.assets import DEMO_MODEL
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.prepare_job import prepare_job
+from wgpu_lora.train.rewards.tools import Tools
 from wgpu_lora.train.session.tool_turns import ToolTurns
 
 FUNCTIONS = """

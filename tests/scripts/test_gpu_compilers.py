@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.broken import Break
 from support.events import hearing
+from support.processes.broken import Break
 
 from scripts.bench import gpu_report
 from scripts.bench.gpu_report import wrong

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from openai import OpenAI
-from support.serving import Serving, serving
+from support.serving.serving import Serving, serving
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
-from support.serving import FakeEngine, Serving, demo_tokenizer, serving
+from support.serving.serving import FakeEngine, Serving, demo_tokenizer, serving
 
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
 GREEDY: dict[str, Any] = {"messages": ASK, "max_tokens": 12, "temperature": 0}

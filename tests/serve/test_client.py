@@ -11,12 +11,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from support.serving import FakeEngine, Serving, demo_tokenizer, serving
+from support.serving.serving import FakeEngine, Serving, demo_tokenizer, serving
 
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.infer.request import Request
-from wgpu_lora.serve.app import Access
-from wgpu_lora.serve.load_test import figures
+from wgpu_lora.infer.serve.app import Access
+from wgpu_lora.infer.serve.load_test import figures
 
 TOKENIZER = demo_tokenizer()
 

@@ -14,10 +14,10 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.serving import FakeEngine, Serving, serving
-from support.tool_templates import HERMES_TEMPLATE
+from support.rows.tool_templates import HERMES_TEMPLATE
+from support.serving.serving import FakeEngine, Serving, serving
 
-from wgpu_lora.serve import schema
+from wgpu_lora.infer.serve import schema
 
 COUNT = int(os.environ.get("WGPU_LORA_REQUESTS", "300"))
 PATHS = {

@@ -15,13 +15,13 @@ import httpx
 import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
-from support.serving import VOCAB, accepts, demo_tokenizer, serving
-from support.tool_templates import HERMES_TEMPLATE
+from support.rows.tool_templates import HERMES_TEMPLATE
+from support.serving.serving import VOCAB, accepts, demo_tokenizer, serving
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.serve.grammars import MAX_TEXT, Vocabulary, answer_form, choice_grammar
-from wgpu_lora.serve.json_schemas import MAX_CHECKS, SchemaChecker
-from wgpu_lora.serve.schema import CompletionRequest
+from wgpu_lora.infer.serve.grammars import MAX_TEXT, Vocabulary, answer_form, choice_grammar
+from wgpu_lora.infer.serve.json_schemas import MAX_CHECKS, SchemaChecker
+from wgpu_lora.infer.serve.schema import CompletionRequest
 
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
 SCHEMA = {

@@ -15,14 +15,14 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.serving import FakeEngine, Serving, save_adapter, serving
+from support.serving.serving import FakeEngine, Serving, save_adapter, serving
 
-from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.errors import NoRoomError
+from wgpu_lora.files.assets import DEMO_MODEL
 from wgpu_lora.gpu.device_errors import DeviceLost
+from wgpu_lora.infer.serve.app import Access
+from wgpu_lora.infer.serve.prompts import Limits
 from wgpu_lora.models.model_files import read_model
-from wgpu_lora.serve.app import Access
-from wgpu_lora.serve.prompts import Limits
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 JSON = {"Content-Type": "application/json"}
@@ -149,7 +149,7 @@ def test_a_client_that_goes_away_frees_its_rows(stream: bool) -> None:
 
 
 def test_a_head_must_come_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wgpu_lora.serve.http_server.HEAD_SECONDS", 0.5)
+    monkeypatch.setattr("wgpu_lora.infer.serve.http_server.HEAD_SECONDS", 0.5)
     with serving(slow) as server:
         address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
         answer = server.client.completions.create(model="base", prompt="x", max_tokens=60, stream=True)

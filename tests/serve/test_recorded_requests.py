@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 from support import FIXTURES
-from support.serving import FakeEngine, Serving, demo_tokenizer, serving
-from support.tool_templates import HERMES_TEMPLATE
+from support.rows.tool_templates import HERMES_TEMPLATE
+from support.serving.serving import FakeEngine, Serving, demo_tokenizer, serving
 
 LINES = (FIXTURES / "serve" / "requests.jsonl").read_text().splitlines()
 TOKENIZER = demo_tokenizer()

@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 from openai import BadRequestError, OpenAI
-from support.serving import FakeEngine, Serving, demo_tokenizer, serving
-from support.tool_templates import HERMES_TEMPLATE, TEMPLATES, TURNS
+from support.rows.tool_templates import HERMES_TEMPLATE, TEMPLATES, TURNS
+from support.serving.serving import FakeEngine, Serving, demo_tokenizer, serving
 
 from wgpu_lora.infer.named_adapters import named_adapters
-from wgpu_lora.serve.app import Access
-from wgpu_lora.serve.choices import ReasoningParser
+from wgpu_lora.infer.serve.app import Access
+from wgpu_lora.infer.serve.choices import ReasoningParser
 
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
 TOKENIZER = demo_tokenizer()

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import pytest
 from openai import BadRequestError
 from pydantic import BaseModel
-from support.serving import FakeEngine, Serving, demo_tokenizer, serving
-from support.tool_templates import HERMES_TEMPLATE
+from support.rows.tool_templates import HERMES_TEMPLATE
+from support.serving.serving import FakeEngine, Serving, demo_tokenizer, serving
 
-from wgpu_lora.serve import responses
-from wgpu_lora.serve.responses import ResponseStore
+from wgpu_lora.infer.serve import responses
+from wgpu_lora.infer.serve.responses import ResponseStore
 
 TOKENIZER = demo_tokenizer()
 TEMPLATE = HERMES_TEMPLATE + "{# <think></think> #}"

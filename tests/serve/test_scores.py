@@ -10,10 +10,10 @@ import httpx
 import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
-from support.serving import FakeEngine, Serving, demo_tokenizer, serving
+from support.serving.serving import FakeEngine, Serving, demo_tokenizer, serving
 from test_serve_command import process
 
-from wgpu_lora.assets import DEMO_MODEL
+from wgpu_lora.files.assets import DEMO_MODEL
 
 TOKENIZER = demo_tokenizer()
 EMOJI = "a 🎉é日 b"

@@ -20,12 +20,12 @@ import httpx
 import psutil
 import pytest
 from openai import OpenAI
-from support.serving import save_adapter
+from support.serving.serving import save_adapter
 
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.events import SILENT
 from wgpu_lora.infer.request import Request
-from wgpu_lora.serve.http_server import open_engine
+from wgpu_lora.infer.serve.http_server import open_engine
 from wgpu_lora.weights.base_formats import AUTO
 
 SECONDS = float(os.environ.get("WGPU_LORA_SECONDS", "20"))

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from openai import BadRequestError
-from support.serving import FakeEngine, accepts, demo_tokenizer, serving
-from support.tool_templates import TEMPLATES, TURNS
+from support.rows.tool_templates import TEMPLATES, TURNS
+from support.serving.serving import FakeEngine, accepts, demo_tokenizer, serving
 
+from wgpu_lora.infer.serve.grammars import answer_form, call_form
+from wgpu_lora.infer.serve.schema import CompletionRequest, Tool
 from wgpu_lora.infer.tool_calls import CALLS, FORMATS, HERMES, LLAMA, MISTRAL, ToolCallParser, ToolFormat
-from wgpu_lora.serve.grammars import answer_form, call_form
-from wgpu_lora.serve.schema import CompletionRequest, Tool
 
 ASK: list[Any] = [{"role": "user", "content": "How warm is it in Oslo?"}]
 WEATHER: Any = {

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from support import MODELS
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 
 QWEN2 = str(MODELS / "qwen2")
 ROWS = [{"input_ids": [(7 * i + j) % 40 + 1 for j in range(6 + i % 7)]} for i in range(8)]

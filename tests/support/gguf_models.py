@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 from safetensors.numpy import save_file
 
-from wgpu_lora.assets import DEMO_MODEL
+from wgpu_lora.files.assets import DEMO_MODEL
 from wgpu_lora.formats.peft_adapter import tensor_name, write_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.models.architectures import load_config

@@ -17,12 +17,12 @@ from typing import Any
 
 import psutil
 import pytest
-from support.children import UNLIMITED
-from support.data import backend_json
-from support.tokenizers import ADDED, BYTE_BPE, UNIGRAM, WORD_PIECE, normalizing, of, replace, split
+from support.processes.children import UNLIMITED
+from support.rows.data import backend_json
+from support.rows.tokenizers import ADDED, BYTE_BPE, UNIGRAM, WORD_PIECE, normalizing, of, replace, split
 
-from wgpu_lora.child_process import ChildEnded, ChildProcess, Limits, python_command
-from wgpu_lora.tokenizer.tokenizer_process import LIMITS
+from wgpu_lora.formats.tokenizer.tokenizer_process import LIMITS
+from wgpu_lora.processes.child_process import ChildEnded, ChildProcess, Limits, python_command
 
 Part = dict[str, Any]
 
@@ -105,10 +105,10 @@ CASES = {f"tokenizer: {name}": (*case, None) for name, case in TOKENIZERS.items(
 RUN = """
 import json, re, resource, sys, time
 from pathlib import Path
-from wgpu_lora.child_process import Limits
+from wgpu_lora.processes.child_process import Limits
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.tokenizer import tokenizer_process
+from wgpu_lora.formats.tokenizer import tokenizer_process
 tokenizer_process.LIMITS = Limits(memory=300 << 20, seconds=0.5, seconds_per_mib=1)
 for name, (document, _, source) in json.load(sys.stdin).items():
     Path("tokenizer.json").write_text(document)
@@ -161,7 +161,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a 
 
 
 def start(**environment: str) -> ChildProcess:
-    return ChildProcess(python_command("support.children", LOW_LIMITS), LOW_LIMITS, environment=environment)
+    return ChildProcess(python_command("support.processes.children", LOW_LIMITS), LOW_LIMITS, environment=environment)
 
 
 def has_ended(pid: int, seconds: float = 5.0) -> bool:
@@ -255,7 +255,7 @@ def test_none_is_left_behind() -> None:
 
 
 def test_it_ends_with_a_parent_that_is_killed() -> None:
-    code = "from support.children import start_and_die; start_and_die()"
+    code = "from support.processes.children import start_and_die; start_and_die()"
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}  # children take nothing from the current folder
     command = [sys.executable, "-c", code]
     process = subprocess.run(command, capture_output=True, text=True, check=False, cwd=TESTS.parent, env=environment)

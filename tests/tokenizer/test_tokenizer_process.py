@@ -13,18 +13,27 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from support.data import FIXTURES, NAMED, TEMPLATES, backend_json, chat, small_tokenizer, template_source, write_jsonl
-from support.tokenizers import PIPELINES, document
+from support.rows.data import (
+    FIXTURES,
+    NAMED,
+    TEMPLATES,
+    backend_json,
+    chat,
+    small_tokenizer,
+    template_source,
+    write_jsonl,
+)
+from support.rows.tokenizers import PIPELINES, document
 
-from wgpu_lora.child_process import ChildEnded
 from wgpu_lora.data import Tokenizer, parse_example, tokenize_source
 from wgpu_lora.errors import UserError
-from wgpu_lora.tokenizer import chat_template, tokenizer_process
-from wgpu_lora.tokenizer.examples import Completion, Conversation
-from wgpu_lora.tokenizer.label_mask import tokenize_examples
-from wgpu_lora.tokenizer.local_tokenizer import LocalTokenizer
-from wgpu_lora.tokenizer.tokenizer_json import TokenizerError
-from wgpu_lora.tokenizer.tokenizer_process import TokenizerProcess
+from wgpu_lora.formats.tokenizer import chat_template, tokenizer_process
+from wgpu_lora.formats.tokenizer.examples import Completion, Conversation
+from wgpu_lora.formats.tokenizer.label_mask import tokenize_examples
+from wgpu_lora.formats.tokenizer.local_tokenizer import LocalTokenizer
+from wgpu_lora.formats.tokenizer.tokenizer_json import TokenizerError
+from wgpu_lora.formats.tokenizer.tokenizer_process import TokenizerProcess
+from wgpu_lora.processes.child_process import ChildEnded
 
 TEXT = json.dumps(document("gpt2"))
 BOMB = "{% for m in messages %}{{ m.content }}{% if 'boom' in m.content %}{{ 'a' * 10 ** 10 }}{% endif %}{% endfor %}"

@@ -15,8 +15,8 @@ from unittest.mock import Mock
 import pytest
 
 from wgpu_lora.gpu.device_list import DeviceInfo
-from wgpu_lora.track.hardware import Status, amdgpu, apple, find, nvml
-from wgpu_lora.track.hardware.sampler import Sample, Sampler, held_back
+from wgpu_lora.train.track.hardware import Status, amdgpu, apple, find, nvml
+from wgpu_lora.train.track.hardware.sampler import Sample, Sampler, held_back
 
 AMD = DeviceInfo(0, "AMD Radeon RX 7900 XTX (RADV)", "radv", amdgpu.VENDOR, "Vulkan", "discrete", (), {}, 0x744C)
 NVIDIA = DeviceInfo(0, "NVIDIA H200", "580", nvml.VENDOR, "Vulkan", "discrete", (), {}, 0x2335)

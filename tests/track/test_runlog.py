@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
-from wgpu_lora.cli import console, main
+from wgpu_lora.cli import console
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import TrackingWarning, UserError
-from wgpu_lora.track import run_log
-from wgpu_lora.track.run_log import DataFile, Losses, Process, RunEntry, RunLog, facts_of, run_name
-from wgpu_lora.track.run_log_tables import Filter, cells, compared, find, markdown, since
-from wgpu_lora.track.run_recorder import Recording, note_failure, recorded, remarks
-from wgpu_lora.track.secret_masking import MASK, masked
 from wgpu_lora.train.run.run_tracking import with_log
+from wgpu_lora.train.track import run_log
+from wgpu_lora.train.track.run_log import DataFile, Losses, Process, RunEntry, RunLog, facts_of, run_name
+from wgpu_lora.train.track.run_log_tables import Filter, cells, compared, find, markdown, since
+from wgpu_lora.train.track.run_recorder import Recording, note_failure, recorded, remarks
+from wgpu_lora.train.track.secret_masking import MASK, masked
 
 runs = import_module("wgpu_lora.cli.runs")  # the package has the command by this name
 
@@ -90,14 +91,14 @@ def test_a_full_disk_leaves_no_half_line(log: RunLog, monkeypatch: pytest.Monkey
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("wgpu_lora.track.run_log.os.fsync", full)
+    monkeypatch.setattr("wgpu_lora.train.track.run_log.os.fsync", full)
     with pytest.warns(TrackingWarning, match="No space left"):  # once, and the run goes on
         Recording(entry(1)).end("finished")
     assert log.path.read_bytes() == before
 
 
 def test_a_killed_run_is_recognised(log: RunLog) -> None:
-    code = "import os; from wgpu_lora.track.run_recorder import Recording as R; R.of('finetune', 'x'); os._exit(9)"
+    code = "import os; from wgpu_lora.train.track.run_recorder import Recording as R; R.of('chat', 'x'); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
     (killed,) = log.read().entries
     assert (killed.recorded, killed.status) == ("running", "killed")

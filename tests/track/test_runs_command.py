@@ -12,10 +12,10 @@ import pytest
 from support.cli import QWEN2, ROWS, SMALL, flags, write_rows
 
 import wgpu_lora
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.track.run_log import RunLog
 from wgpu_lora.train.run.run_tracking import FILE
+from wgpu_lora.train.track.run_log import RunLog
 
 
 @pytest.fixture(autouse=True)

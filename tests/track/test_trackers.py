@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import trackers
 from support.cli import QWEN2, ROWS, SMALL, flags, write_rows
 from support.events import hearing
+from support.training import trackers
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import TrackingWarning, UserError
-from wgpu_lora.track.trackers import TRACKERS, GuardedTracker, TrackedRun, trackers_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
 from wgpu_lora.train.run.training_log import read_log
+from wgpu_lora.train.track.trackers import TRACKERS, GuardedTracker, TrackedRun, trackers_of
 
 METRICS = {"train/loss": 1.5, "train/global_step": 1.0}
 

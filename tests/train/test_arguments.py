@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.memory_leases import Budget
+from wgpu_lora.gpu.memory_leases import Budget
 from wgpu_lora.names.spelling import COMMAND_LINE, naming
 from wgpu_lora.train.memory import check_memory, format_bytes
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values

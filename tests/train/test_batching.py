@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cli import QWEN2, SMALL, Run, flags, write_rows
-from support.training import golden_arguments
+from support.training.training import golden_arguments
 
 import wgpu_lora
 from wgpu_lora.bench.training_runs import Work, prepared

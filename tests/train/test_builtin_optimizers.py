@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.models import FIXTURES
-from support.optimizing import GOLDEN_LIMITS, Optimizing
-from support.training import golden_arguments, random_rows
+from support.training.optimizing import GOLDEN_LIMITS, Optimizing
+from support.training.training import golden_arguments, random_rows
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.errors import UserError

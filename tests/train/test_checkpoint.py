@@ -14,9 +14,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from support import FIXTURES, MODELS, ROOT
-from support.hostile import memory_below
+from support.rows.hostile import memory_below
 
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.formats.safetensors_checkpoint import Checkpoint

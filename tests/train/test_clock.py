@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support.events import hearing
 from support.sampling import sample
-from support.training import model_dir, random_rows
+from support.training.training import model_dir, random_rows
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, StepResult

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support import ROOT
-from support.training import golden_arguments
+from support.training.training import golden_arguments
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import REGISTRY

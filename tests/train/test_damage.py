@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support import path_of
-from support.shared_runs import (
+from support.training.shared_runs import (
     WEIGHTS,
     edit_json,
     files_of,
@@ -23,7 +23,7 @@ from support.shared_runs import (
     result,
     run_options,
 )
-from support.training import model_dir
+from support.training.training import model_dir
 
 from wgpu_lora.api import finetune, load
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from support.events import hearing
 from support.models import save_golden_adapter
+from support.processes.sharing import Reply, replicas
+from support.rows.sources import write_source
 from support.sampling import sample
-from support.sharing import Reply, replicas
-from support.sources import write_source
-from support.training import golden_arguments, model_dir, random_rows
+from support.training.training import golden_arguments, model_dir, random_rows
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support.models import full_logits, save_golden_adapter
-from support.shared_runs import assert_close_adapters, assert_resumes_exactly
-from support.training import assert_gradient_is_slope, golden_arguments, model_dir, random_rows
+from support.training.shared_runs import assert_close_adapters, assert_resumes_exactly
+from support.training.training import assert_gradient_is_slope, golden_arguments, model_dir, random_rows
 
 from wgpu_lora.api import evaluate, teacher_cache
 from wgpu_lora.api.quantization import quantize
-from wgpu_lora.distill.teacher_cache import TeacherCache
-from wgpu_lora.distill.teacher_logits import MIN_TAIL, TeacherRows, TopKLogits, teacher_rows
+from wgpu_lora.cluster.worker.job_kinds import KINDS
+from wgpu_lora.cluster.worker.job_process import EventWriter
+from wgpu_lora.cluster.worker.kinds import model_jobs as kind
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, Events
 from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
@@ -27,18 +28,17 @@ from wgpu_lora.gpu.first_run import differences, read_tensors
 from wgpu_lora.models.adapter_set import AdapterSet
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.loaded_model import open_model
-from wgpu_lora.ops.loss import rest_gradient
-from wgpu_lora.ops.sparse_logits import LOWEST
+from wgpu_lora.ops.loss.loss import rest_gradient
+from wgpu_lora.ops.loss.sparse_logits import LOWEST
 from wgpu_lora.train.adapter_tasks import AdapterTask
+from wgpu_lora.train.distill.teacher_cache import TeacherCache
+from wgpu_lora.train.distill.teacher_logits import MIN_TAIL, TeacherRows, TopKLogits, teacher_rows
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.objectives.kd import kd_scores
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.prepare_job import prepare_job, prepare_multi_adapter_job
 from wgpu_lora.train.run.teacher_setup import cache_plans, caches_digest, live_teacher, write_caches
 from wgpu_lora.train.run.training_log import LOG, read_log
-from wgpu_lora.worker.job_kinds import KINDS
-from wgpu_lora.worker.job_process import EventWriter
-from wgpu_lora.worker.kinds import model_jobs as kind
 
 VOCAB = 301
 

@@ -21,15 +21,15 @@ from support.cli import QWEN2, SMALL, flags, write_rows
 from support.events import hearing
 from support.models import load
 from support.sampling import sample
-from support.training import golden_arguments
+from support.training.training import golden_arguments
 
 from wgpu_lora.bench.device_ceilings import measure_ceilings
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.events import SILENT, Events, StepResult
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import DeviceLost
-from wgpu_lora.infer import Generator
+from wgpu_lora.infer.generator import Generator
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run import run_checkpoint
@@ -179,7 +179,7 @@ def test_output_that_nobody_reads_is_silence(start: Start, command: list[str]) -
 
 ABORTED = """
 import sys
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.gpu import device
 from wgpu_lora.gpu.device_errors import raise_device_lost
 

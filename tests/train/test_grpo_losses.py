@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 from support import short_of
 from support.models import FIXTURES, save_golden_adapter
-from support.training import assert_gradient_is_slope, model_dir
+from support.training.training import assert_gradient_is_slope, model_dir
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import PARTS

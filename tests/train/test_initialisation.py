@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 from support import FIXTURES, path_of, short_of
 from support.models import golden
-from support.training import golden_arguments, gradients_of, model_dir, random_rows
+from support.training.training import golden_arguments, gradients_of, model_dir, random_rows
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import PARTS, read_adapter, tensor_name, write_adapter

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support.models import golden, load
-from support.shared_runs import assert_close_adapters
-from support.training import golden_arguments, golden_job, gradients_of, model_dir, random_rows
+from support.training.shared_runs import assert_close_adapters
+from support.training.training import golden_arguments, golden_job, gradients_of, model_dir, random_rows
 
 import wgpu_lora
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline

@@ -11,19 +11,19 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from support.models import allocated
-from support.preferences import Preferences
-from support.shared_runs import assert_resumes_exactly
-from support.sources import write_source
-from support.training import assert_gradient_is_slope, golden_arguments
+from support.rows.preferences import Preferences
+from support.rows.sources import write_source
+from support.training.shared_runs import assert_resumes_exactly
+from support.training.training import assert_gradient_is_slope, golden_arguments
 
 from wgpu_lora.data import Row
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, Fixed, In, InOut, Kernel, Out, kernel, linear_grid
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.infer import Evaluator
+from wgpu_lora.infer.perplexity import Evaluator
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.ops.elementwise import fill
-from wgpu_lora.ops.loss import logprob_gradient, softmax_chunk, target_logprobs
+from wgpu_lora.ops.loss.loss import logprob_gradient, softmax_chunk, target_logprobs
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.objectives import OBJECTIVES

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.shared_runs import assert_resumes_exactly
-from support.training import golden_arguments
+from support.training.shared_runs import assert_resumes_exactly
+from support.training.training import golden_arguments
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device

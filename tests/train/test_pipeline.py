@@ -20,8 +20,8 @@ from safetensors.numpy import load_file
 from support import path_of
 from support.cli import Run
 from support.sampling import sample
-from support.shared_runs import WEIGHTS, files_of, pipeline_adapters, pipeline_options, result
-from support.training import model_dir
+from support.training.shared_runs import WEIGHTS, files_of, pipeline_adapters, pipeline_options, result
+from support.training.training import model_dir
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.errors import UserError

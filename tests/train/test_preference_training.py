@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 from support import short_of
 from support.cli import Run
 from support.models import FIXTURES, save_golden_adapter
-from support.shared_runs import assert_close_adapters, assert_resumes_exactly, edit_json
-from support.sources import write_source
-from support.training import golden_arguments, model_dir
+from support.rows.sources import write_source
+from support.training.shared_runs import assert_close_adapters, assert_resumes_exactly, edit_json
+from support.training.training import golden_arguments, model_dir
 
 from wgpu_lora.api.evaluation import evaluate
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.events import hearing
-from support.training import model_dir, random_rows
+from support.training.training import model_dir, random_rows
 
 from wgpu_lora import evaluate
 from wgpu_lora.cli.run_summary import describe

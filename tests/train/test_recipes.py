@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from support.cli import Run
-from support.data import write_jsonl
 from support.gguf_models import make_adapter
+from support.rows.data import write_jsonl
 from support.sampling import sample
 
 from wgpu_lora.api.teacher_caches import teacher_cache
-from wgpu_lora.assets import DEMO_MODEL, DEMO_TRAIN, asset_dir
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
+from wgpu_lora.files.assets import DEMO_MODEL, DEMO_TRAIN, asset_dir
 from wgpu_lora.models.adapter_modules import resolve_target_modules
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.train.options.training_arguments import from_values

@@ -13,11 +13,11 @@ import pytest
 from support import FIXTURES
 from support.cli import Run, commands
 from support.gguf_files import DEMO
-from support.shared_runs import edit_json
+from support.training.shared_runs import edit_json
 
-from wgpu_lora.assets import DEMO_TRAIN
+from wgpu_lora.cli.report.finished_runs import read_runs
 from wgpu_lora.errors import UserError
-from wgpu_lora.report.finished_runs import read_runs
+from wgpu_lora.files.assets import DEMO_TRAIN
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.options.training_arguments import TrainingArguments

@@ -18,12 +18,12 @@ from safetensors.numpy import load_file
 from support.cli import Run
 from support.events import hearing
 from support.sampling import seeds
-from support.shared_runs import WEIGHTS, killed_run, result, run_options
-from support.training import model_dir, random_rows
+from support.training.shared_runs import WEIGHTS, killed_run, result, run_options
+from support.training.training import model_dir, random_rows
 
 from wgpu_lora.api.call_arguments import Callback
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, StepResult
 from wgpu_lora.formats.peft_adapter import read_adapter

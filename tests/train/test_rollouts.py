@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.shared_runs import assert_resumes_exactly, result
-from support.sources import write_source
-from support.training import golden_arguments
+from support.rows.sources import write_source
+from support.training.shared_runs import assert_resumes_exactly, result
+from support.training.training import golden_arguments
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
+from wgpu_lora.cli.report.finished_runs import read_runs
+from wgpu_lora.cli.report.page import render_report
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events, StepResult
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.report.finished_runs import read_runs
-from wgpu_lora.report.page import render_report
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.run_checkpoint import PHASE, write_manifest

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.training import golden_arguments, model_dir, random_rows, write_rows
-from support.tuning import verdicts
+from support.training.training import golden_arguments, model_dir, random_rows, write_rows
+from support.training.tuning import verdicts
 
 import wgpu_lora
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
@@ -24,7 +24,8 @@ from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.gpu.tuning_cache import choice_key
 from wgpu_lora.gpu.verdicts import Verdicts, verdicts_of
-from wgpu_lora.infer import Generator, load_adapters
+from wgpu_lora.infer.generator import Generator
+from wgpu_lora.infer.named_adapters import load_adapters
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.prepare_job import prepare_job

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 from support.events import hearing
-from support.shared_runs import pipeline_adapters, pipeline_options, result, run_options
-from support.sources import write_source
-from support.training import golden_arguments
+from support.rows.sources import write_source
+from support.training.shared_runs import pipeline_adapters, pipeline_options, result, run_options
+from support.training.training import golden_arguments
 
 from wgpu_lora import api
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
@@ -23,7 +23,7 @@ from wgpu_lora.events import Evaluating, Events
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.signals import Stopped, check_stop, stoppable
+from wgpu_lora.processes.signals import Stopped, check_stop, stoppable
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.training_log import LOG, read_log

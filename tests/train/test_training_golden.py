@@ -13,8 +13,8 @@ from support import short_of
 from support.events import hearing
 from support.models import ARCHITECTURES, golden
 from support.sampling import sample
-from support.shared_runs import assert_close_adapters
-from support.training import golden_job, gradients_of, model_dir, random_rows
+from support.training.shared_runs import assert_close_adapters
+from support.training.training import golden_job, gradients_of, model_dir, random_rows
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.formats.peft_adapter import WEIGHTS, read_adapter
@@ -22,7 +22,7 @@ from wgpu_lora.gpu.device import Device, DeviceOptions
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models import layer_context
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
-from wgpu_lora.ops.linear import linears
+from wgpu_lora.ops.linear.linear import linears
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.prepare_job import prepare_job

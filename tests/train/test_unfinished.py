@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.events import hearing
 from support.sampling import sample
-from support.shared_runs import files_of, killed_run, result, run_options
+from support.training.shared_runs import files_of, killed_run, result, run_options
 
 from wgpu_lora import api
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline

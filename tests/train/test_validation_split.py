@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from support.cli import QWEN2, SMALL, Run, flags
-from support.data import chat, small_tokenizer, write_jsonl
-from support.preferences import Labelled, Preferences
-from support.sources import refused, write_source
+from support.rows.data import chat, small_tokenizer, write_jsonl
+from support.rows.preferences import Labelled, Preferences
+from support.rows.sources import refused, write_source
 
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
 from wgpu_lora.data import Source, python_source, split_validation, tokenize_source
 from wgpu_lora.data.curation import Preparation, prepare_files
 from wgpu_lora.data.memory_rows import SealedRows

@@ -16,16 +16,16 @@ from support import MODELS
 from support.cli import Run, commands
 from support.gguf_models import make_model
 
-from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.gguf_export import export_model
+from wgpu_lora.files.assets import DEMO_MODEL
 from wgpu_lora.gpu.backends import DAWN, tint_text
 from wgpu_lora.gpu.device import Device, DeviceOptions
+from wgpu_lora.models.export.gguf_export import export_model
 from wgpu_lora.models.loaded_model import open_model
-from wgpu_lora.web import recording
-from wgpu_lora.web.recording import web_capabilities, web_device
-from wgpu_lora.web.server import site_server
-from wgpu_lora.web.site import SCHEMA, VERSION, WebModel, WebOptions
+from wgpu_lora.train.web import recording
+from wgpu_lora.train.web.recording import web_capabilities, web_device
+from wgpu_lora.train.web.server import site_server
+from wgpu_lora.train.web.site import SCHEMA, VERSION, WebModel, WebOptions
 
 SIZES = (0, 4, 8, 16, 32)  # of subgroups
 

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support.models import FIXTURES, full_logits, golden, golden_rows, relative_error
-from support.training import golden_arguments
+from support.training.training import golden_arguments
 
 from wgpu_lora.errors import NotFiniteError, UserError
-from wgpu_lora.export.decoded import DecodedCheckpoint
-from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.formats.packed_checkpoint import PackedCheckpoint
 from wgpu_lora.formats.safetensors_checkpoint import SINGLE
 from wgpu_lora.formats.safetensors_header import read_header
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import allocate, release
 from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.export.decoded import DecodedCheckpoint
+from wgpu_lora.models.export.quantized_model import write_packed
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.training_log import LOG, read_log

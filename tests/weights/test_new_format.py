@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 from support.models import full_logits, golden, golden_rows, relative_error
-from support.training import golden_arguments, model_dir
+from support.training.training import golden_arguments, model_dir
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.adapter_merge import MergedModel
-from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import Storage, Tensor
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.config_fields import packed
+from wgpu_lora.models.export.adapter_merge import MergedModel
+from wgpu_lora.models.export.quantized_model import write_packed
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.prepare_job import prepare_job

@@ -12,6 +12,9 @@ import pytest
 from support.cli import QWEN2, SMALL, write_rows
 
 from wgpu_lora.cluster.messages import RunRequirements, from_plain
+from wgpu_lora.cluster.worker.job_kinds import KINDS
+from wgpu_lora.cluster.worker.job_process import EventWriter
+from wgpu_lora.cluster.worker.kinds import model_jobs as kind
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import loaded_model
@@ -19,9 +22,6 @@ from wgpu_lora.train.adapter_tasks import task_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.prepare_job import prepare_job, prepare_multi_adapter_job
 from wgpu_lora.train.prepare_session import prepare_session
-from wgpu_lora.worker.job_kinds import KINDS
-from wgpu_lora.worker.job_process import EventWriter
-from wgpu_lora.worker.kinds import model_jobs as kind
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ import pytest
 from support.cli import QWEN2, SMALL, write_rows
 from support.events import hearing
 
+from wgpu_lora.cluster.worker.job_process import ORPHANED, EventWriter, TrainingRequests
+from wgpu_lora.cluster.worker.worker import Event, Worker
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
 from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.multi_adapter_state import read_multi_adapter_state
 from wgpu_lora.train.run.records import PipelineRecord, RunRecord
-from wgpu_lora.worker.job_process import ORPHANED, EventWriter, TrainingRequests
-from wgpu_lora.worker.worker import Event, Worker
 
 ENDLESS = {**SMALL, "model": QWEN2, "max_steps": 10**6, "tune": False, "requests": True}
 INTERRUPTED = 143 if sys.platform != "win32" else 130

@@ -16,14 +16,14 @@ import psutil
 import pytest
 from support.cli import QWEN2, SMALL, write_rows
 
+from wgpu_lora.cluster.worker.job_file import Job, arguments, read_job
+from wgpu_lora.cluster.worker.job_kinds import KINDS
+from wgpu_lora.cluster.worker.job_process import EventWriter
+from wgpu_lora.cluster.worker.worker import PROGRAM, Worker, WorkerFailed
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.model_files import config_of
 from wgpu_lora.names.spelling import IN_JSON, naming
 from wgpu_lora.train.run.records import RunRecord
-from wgpu_lora.worker.job_file import Job, arguments, read_job
-from wgpu_lora.worker.job_kinds import KINDS
-from wgpu_lora.worker.job_process import EventWriter
-from wgpu_lora.worker.worker import PROGRAM, Worker, WorkerFailed
 
 WINDOWS = pytest.mark.skipif(sys.platform == "win32", reason="has no SIGINT for another process")
 

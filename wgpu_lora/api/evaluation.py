@@ -15,21 +15,21 @@ from wgpu_lora.api.notebook_progress import Bars
 from wgpu_lora.data import Source, TokenizedData, heldout_data, python_source, tokenize_source
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, EventForwarder, Events
-from wgpu_lora.infer import Evaluation
-from wgpu_lora.infer import evaluate as evaluate_rows
+from wgpu_lora.formats.tokenizer.chat_template import template_kwargs
+from wgpu_lora.formats.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.infer.answers import tokenizer_of
 from wgpu_lora.infer.exact_match import Match, compared
 from wgpu_lora.infer.named_adapters import BASE, adapters_on_device, check_directory, slots_of
+from wgpu_lora.infer.perplexity import Evaluation
+from wgpu_lora.infer.perplexity import evaluate as evaluate_rows
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.tokenizer.chat_template import template_kwargs
-from wgpu_lora.tokenizer.tokenizer import Tokenizer
-from wgpu_lora.track.run_log import HELD_OUT, DataFile, Losses, run_name
-from wgpu_lora.track.run_recorder import device_facts, given_options, recorded, remarks
 from wgpu_lora.train.objective_eval import TEACHER, evaluate_objective, objective_options, reads
 from wgpu_lora.train.objectives import formats_of, objective_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
 from wgpu_lora.train.run.trained_options import check_rows, evaluation_rows
+from wgpu_lora.train.track.run_log import HELD_OUT, DataFile, Losses, run_name
+from wgpu_lora.train.track.run_recorder import device_facts, given_options, recorded, remarks
 from wgpu_lora.train.training_data import prepared_for
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.adapter_merge import merge_adapter
-from wgpu_lora.export.gguf_export import Written, export_adapter, export_model
-from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.hub_upload import check_repo_name, prepare
 from wgpu_lora.formats.hub_upload import push as upload
+from wgpu_lora.models.export.adapter_merge import merge_adapter
+from wgpu_lora.models.export.gguf_export import Written, export_adapter, export_model
+from wgpu_lora.models.export.quantized_model import write_packed
 from wgpu_lora.models.loaded_model import LoadedModel
 
 

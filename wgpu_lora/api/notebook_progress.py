@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from wgpu_lora.events import Evaluating, Events, StepResult, Tuning
-from wgpu_lora.text import escape_unprintable
+from wgpu_lora.names.text import escape_unprintable
 
 
 def shows_progress(progress_bar: bool | None) -> bool:

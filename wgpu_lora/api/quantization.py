@@ -10,20 +10,20 @@ from pathlib import Path
 import numpy as np
 
 from wgpu_lora.api.evaluation import evaluate, prepared_rows
-from wgpu_lora.atomic import check_new
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.export.adapter_merge import rounding_note
-from wgpu_lora.export.decoded import decoded
-from wgpu_lora.export.quantized_model import QuantizationError, rounded, write_packed
+from wgpu_lora.files.atomic import check_new
+from wgpu_lora.files.json_files import read_json
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.calibration import input_moments
-from wgpu_lora.json_files import read_json
+from wgpu_lora.models.export.adapter_merge import rounding_note
+from wgpu_lora.models.export.decoded import decoded
+from wgpu_lora.models.export.quantized_model import QuantizationError, rounded, write_packed
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.models.model_files import config_of
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.text import escape_unprintable
+from wgpu_lora.names.text import escape_unprintable
 from wgpu_lora.weights.base_formats import packed_form
 from wgpu_lora.weights.lowbit.lowbit_layout import GROUPS, KINDS, Mix, Scheme, table_size
 

@@ -8,17 +8,17 @@ from typing import Any
 
 from wgpu_lora.api.notebook_progress import Bars
 from wgpu_lora.data import python_source, tokenize_source, training_data
-from wgpu_lora.distill.teacher import TopK
-from wgpu_lora.distill.teacher_cache import CACHE, LOGITS, TeacherCache, read_header
-from wgpu_lora.distill.teacher_cache_writer import CachePlan, finished_shards, plan_cache, write_cache
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import EventForwarder, Events
+from wgpu_lora.formats.tokenizer.chat_template import now, template_kwargs
 from wgpu_lora.gpu.device_errors import with_option_advice
 from wgpu_lora.infer.named_adapters import adapters_on_device, check_directory
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.names.choices import COMPUTE_DTYPES, OVERFLOW
 from wgpu_lora.names.spelling import flag, naming, setting, with_renamed_options
-from wgpu_lora.tokenizer.chat_template import now, template_kwargs
+from wgpu_lora.train.distill.teacher import TopK
+from wgpu_lora.train.distill.teacher_cache import CACHE, LOGITS, TeacherCache, read_header
+from wgpu_lora.train.distill.teacher_cache_writer import CachePlan, finished_shards, plan_cache, write_cache
 from wgpu_lora.train.objectives import formats_of, objective_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.adapter_init import frozen_adapter

@@ -21,15 +21,15 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import DeviceError
-from wgpu_lora.memory_leases import budget_bytes
+from wgpu_lora.gpu.memory_leases import budget_bytes
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.text import count_noun
-from wgpu_lora.track.run_log import run_name
-from wgpu_lora.track.run_recorder import device_facts, given_options, note_failure, recorded
+from wgpu_lora.names.text import count_noun
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.prepare_job import prepare_job
+from wgpu_lora.train.track.run_log import run_name
+from wgpu_lora.train.track.run_recorder import device_facts, given_options, note_failure, recorded
 
 SCHEMA = "wgpu-lora-bench-max-batch/2"
 OK, MAX, OOM = "OK", "MAX", "OOM"  # a batch ran; it is the largest that does; it does not fit

@@ -9,15 +9,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from wgpu_lora.atomic import check_file, write_bytes_atomic
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.atomic import check_file, write_bytes_atomic
+from wgpu_lora.files.json_files import parse_object, to_json
+from wgpu_lora.files.locks import locked, unwritable
+from wgpu_lora.files.paths import open_file
+from wgpu_lora.files.typed_json import typed
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.json_files import parse_object, to_json
-from wgpu_lora.locks import locked, unwritable
-from wgpu_lora.paths import open_file
-from wgpu_lora.track.run_log import git_state
 from wgpu_lora.train.run.training_log import environment
-from wgpu_lora.typed_json import typed
+from wgpu_lora.train.track.run_log import git_state
 
 NAME, VERSION = "wgpu-lora-bench", "1"
 SCHEMA = f"{NAME}/{VERSION}"

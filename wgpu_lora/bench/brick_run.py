@@ -18,13 +18,13 @@ from wgpu_lora.bench.training_step import ROW, benchmark_option_names, check_roo
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.device_errors import with_option_advice
+from wgpu_lora.gpu.memory_leases import budget_bytes, claim
 from wgpu_lora.gpu.tuner import AHEAD, SECONDS, Tuner
 from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
 from wgpu_lora.gpu.verdicts import verdicts_of
-from wgpu_lora.memory_leases import budget_bytes, claim
-from wgpu_lora.text import percent
-from wgpu_lora.track.run_log import run_name
-from wgpu_lora.track.run_recorder import device_facts, note_failure, recorded
+from wgpu_lora.names.text import percent
+from wgpu_lora.train.track.run_log import run_name
+from wgpu_lora.train.track.run_recorder import device_facts, note_failure, recorded
 
 WHICH = {
     "fma": "compute",

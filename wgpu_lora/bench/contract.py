@@ -11,10 +11,10 @@ from functools import cache
 from math import prod
 from typing import Literal, get_args
 
-from wgpu_lora.assets import asset_dir
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.assets import asset_dir
+from wgpu_lora.files.typed_json import Positive, Scale, Text, read_as
 from wgpu_lora.models.model_config import ModelConfig
-from wgpu_lora.typed_json import Positive, Scale, Text, read_as
 
 Kind = Literal["training", "serving"]
 DeviceClass = Literal["discrete", "integrated", "software"]

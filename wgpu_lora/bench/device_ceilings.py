@@ -14,10 +14,10 @@ from wgpu_lora.events import WrongKernel
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import ShaderError, WrongResults
 from wgpu_lora.gpu.kernel import U32, In, Kernel, Out, kernel, linear_grid
+from wgpu_lora.gpu.memory_leases import claim
 from wgpu_lora.gpu.single_kernel import SingleKernel
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.timer import Timer, clock_of
-from wgpu_lora.memory_leases import claim
 from wgpu_lora.ops.elementwise import fill
 from wgpu_lora.weights.nf4.nf4_reference import NF4_CODE
 

@@ -18,7 +18,7 @@ from wgpu_lora.infer.engine_programs import EngineLimits, Programs
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.models.synthetic_models import synthetic_model
-from wgpu_lora.ops.attention import BLOCK
+from wgpu_lora.ops.attention.attention import BLOCK
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 TOKENS = 512

@@ -16,7 +16,7 @@ from typing import Any
 from wgpu_lora.bench.contract import load_contract, numbers_of
 from wgpu_lora.bench.training_step import TrainingStep
 from wgpu_lora.errors import UserError
-from wgpu_lora.memory_leases import budget_bytes
+from wgpu_lora.gpu.memory_leases import budget_bytes
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.published_shapes import shape_config

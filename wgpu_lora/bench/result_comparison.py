@@ -12,8 +12,8 @@ from wgpu_lora.bench.batch_search import OOM
 from wgpu_lora.bench.brick_results import NAME, VERSION, Header, Result, damaged, read_lines
 from wgpu_lora.bench.training_runs import work_name
 from wgpu_lora.errors import UserError
-from wgpu_lora.text import count_noun
-from wgpu_lora.typed_json import typed
+from wgpu_lora.files.typed_json import typed
+from wgpu_lora.names.text import count_noun
 
 BRICKS, TRAINING, BATCHES = NAME, *(module.SCHEMA.partition("/")[0] for module in (training_runs, batch_search))
 VERSIONS = dict(schema.split("/") for schema in (f"{NAME}/{VERSION}", training_runs.SCHEMA, batch_search.SCHEMA))

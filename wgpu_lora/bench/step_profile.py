@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import replace_file
 from wgpu_lora.bench.training_step import WARMUP, TrainingStep
+from wgpu_lora.files.atomic import replace_file
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.timer import Timer
-from wgpu_lora.ops.matrix_stack import sizes
-from wgpu_lora.text import count_noun
+from wgpu_lora.names.text import count_noun
+from wgpu_lora.ops.matmul.matrix_stack import sizes
 from wgpu_lora.train.run.records import RunRecord
 
 SCHEMA = "wgpu-lora-profile/1"

@@ -26,18 +26,18 @@ from wgpu_lora.bench.training_step import (
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events, StepResult
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.memory_leases import budget_bytes, device_memory
+from wgpu_lora.gpu.memory_leases import budget_bytes, device_memory
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.text import count_noun
-from wgpu_lora.track.run_log import run_name
-from wgpu_lora.track.run_recorder import device_facts, given_options, note_failure, recorded
+from wgpu_lora.names.text import count_noun
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
 from wgpu_lora.train.prepare_job import prepare_job, with_demo_data
 from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.stop_reasons import FINISHED
+from wgpu_lora.train.track.run_log import run_name
+from wgpu_lora.train.track.run_recorder import device_facts, given_options, note_failure, recorded
 
 SCHEMA = "wgpu-lora-bench-training/2"
 # Defaults for a shape.

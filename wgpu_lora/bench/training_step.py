@@ -14,8 +14,8 @@ from wgpu_lora.bench.reference_check import ReferenceErrors, check, fill_with_na
 from wgpu_lora.bench.timing import run_seconds
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.memory_leases import budget_bytes
 from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
-from wgpu_lora.memory_leases import budget_bytes
 from wgpu_lora.models.adapter_modules import ALL, resolve_target_modules
 from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec
 from wgpu_lora.models.batch_inputs import Segment
@@ -24,8 +24,8 @@ from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.models.synthetic_models import synthetic_model
 from wgpu_lora.names.spelling import flag, naming, setting, with_renamed_options
+from wgpu_lora.names.text import count_noun
 from wgpu_lora.ops.activation_storage import Saving
-from wgpu_lora.text import count_noun
 from wgpu_lora.train.init_methods import offsets
 from wgpu_lora.train.memory import check_adapters, format_bytes_exact
 from wgpu_lora.train.objectives.objective import Group

@@ -13,11 +13,11 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.paths import check_links, is_path
 from wgpu_lora.gpu.backends import BACKENDS, DAWN, ENVIRONMENT, check_backend
 from wgpu_lora.names.aliases import advice, aliases_of, foreign_option_advice
 from wgpu_lora.names.foreign_options import COMMANDS
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.paths import check_links, is_path
 from wgpu_lora.train.objectives import OBJECTIVES
 
 MAY_BE_EMPTY = {"prompt", "system"}  # an empty prompt has its own error, an empty system message is allowed

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from wgpu_lora.events import Events
-from wgpu_lora.installation import program
-from wgpu_lora.json_files import to_json
-from wgpu_lora.text import duration, escape_unprintable
+from wgpu_lora.files.installation import program
+from wgpu_lora.files.json_files import to_json
+from wgpu_lora.names.text import duration, escape_unprintable
 
 PLAIN_WIDTH = 120  # of tables without a terminal
 TICK = 0.5  # seconds

@@ -17,7 +17,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, Events
 from wgpu_lora.names.choices import GGUF_TYPES, MERGED_DTYPES
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.text import escape_unprintable
+from wgpu_lora.names.text import escape_unprintable
 from wgpu_lora.weights.lowbit.lowbit_layout import GROUPS, KINDS
 
 
@@ -36,8 +36,8 @@ def import_model(
     The linear layers are quantised on the GPU and saved in bitsandbytes' format, which transformers loads too.
     For other formats, see quantize.
     """
-    from wgpu_lora.atomic import check_new
-    from wgpu_lora.export.quantized_model import write_packed
+    from wgpu_lora.files.atomic import check_new
+    from wgpu_lora.models.export.quantized_model import write_packed
     from wgpu_lora.models.loaded_model import open_model
 
     check_new(output, "--output", directory=True)  # before the model may be downloaded
@@ -63,10 +63,10 @@ def merge(
 
     It works tensor by tensor on the CPU: neither a GPU nor memory for the whole model is needed, but for --eval-data.
     """
-    from wgpu_lora.atomic import check_new
-    from wgpu_lora.export.adapter_merge import merge_adapter, rounding_note, trained_beside
+    from wgpu_lora.files.atomic import check_new
     from wgpu_lora.formats.hub import is_gguf, resolve_model
     from wgpu_lora.infer.named_adapters import base_of
+    from wgpu_lora.models.export.adapter_merge import merge_adapter, rounding_note, trained_beside
     from wgpu_lora.models.model_files import config_of
 
     check_new(output, "--output", directory=True)  # before the model may be downloaded
@@ -230,10 +230,10 @@ def gguf(
     Weights, tokenizer, chat template and stop tokens go into one file, written tensor by tensor on the CPU: neither a
     GPU nor memory for the whole model is needed.
     """
-    from wgpu_lora.export.gguf_export import export_adapter, export_model
     from wgpu_lora.formats.gguf.gguf_writer import check_new_gguf
     from wgpu_lora.formats.hub import resolve_model
     from wgpu_lora.infer.named_adapters import base_of
+    from wgpu_lora.models.export.gguf_export import export_adapter, export_model
     from wgpu_lora.models.model_files import config_of
 
     if lora and adapter is None:

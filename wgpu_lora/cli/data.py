@@ -14,7 +14,7 @@ from wgpu_lora.cli.console import Bar, console, line, next_commands, print_json,
 from wgpu_lora.cli.parameters import Json, TrainingCommand, choice, training_options
 from wgpu_lora.cli.plan import PricePerHour, as_facts, show_projection
 from wgpu_lora.errors import UserError
-from wgpu_lora.text import count_noun, percent
+from wgpu_lora.names.text import count_noun, percent
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ def stats(
     template. The time is projected from a few steps on this device, of which nothing is kept.
     """
     from wgpu_lora.bench.larger_models import project as projected
+    from wgpu_lora.cli.report.data_page import check_page, write_page
     from wgpu_lora.models.loaded_model import open_model
     from wgpu_lora.models.published_shapes import shape_config
-    from wgpu_lora.report.data_page import check_page, write_page
     from wgpu_lora.train.data_statistics import row_statistics
     from wgpu_lora.train.prepare_job import prepare_job, with_demo_data
     from wgpu_lora.train.time_estimate import check_price, project_time

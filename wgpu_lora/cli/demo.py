@@ -13,8 +13,8 @@ from wgpu_lora.cli.parameters import MODEL, AllowUnconfined, Device
 from wgpu_lora.cli.run_summary import describe
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
-from wgpu_lora.installation import program
-from wgpu_lora.text import escape_unprintable
+from wgpu_lora.files.installation import program
+from wgpu_lora.names.text import escape_unprintable
 
 BORDERS = 7  # columns around two answers side by side
 

@@ -17,12 +17,12 @@ from wgpu_lora.cli.parameters import Device, Json, refuse_unused
 from wgpu_lora.cli.plan import Shape
 from wgpu_lora.cli.training_progress import StartupProgress
 from wgpu_lora.errors import UserError
-from wgpu_lora.text import count_noun
+from wgpu_lora.names.text import count_noun
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device_list import DeviceInfo
-    from wgpu_lora.memory_leases import LedgerEntry
+    from wgpu_lora.gpu.memory_leases import LedgerEntry
 
 
 def info(device: Device = None, as_json: Json = False) -> int:
@@ -97,7 +97,7 @@ def _root(ctx: typer.Context) -> None:
 def status(as_json: Json = False) -> None:
     """Show each device's budget, the memory held, and who is waiting."""
     from wgpu_lora.gpu.device_list import list_devices
-    from wgpu_lora.memory_leases import Budget, Ledger, budget_bytes, device_key, device_memory
+    from wgpu_lora.gpu.memory_leases import Budget, Ledger, budget_bytes, device_key, device_memory
 
     result: dict[Path, DeviceInfo | None] = {}
     listed = list_devices()
@@ -142,7 +142,7 @@ def release(
 
     Memory of dead processes on this machine is also released automatically at the next request for memory.
     """
-    from wgpu_lora.memory_leases import Ledger
+    from wgpu_lora.gpu.memory_leases import Ledger
 
     if (lease is None) is not dead:
         raise UserError("Give either a lease id, as shown by 'wgpu-lora share status', or --dead.")
@@ -171,7 +171,7 @@ def repair() -> None:
 
     A damaged file is kept beside the new one.
     """
-    from wgpu_lora.memory_leases import Ledger
+    from wgpu_lora.gpu.memory_leases import Ledger
 
     repairs = [(ledger.path, ledger.repair()) for ledger in Ledger.all()]
     for path, result in repairs:
@@ -233,8 +233,8 @@ def tune(
     The options are those of 'finetune'. Sizes that a run had no time for are timed too; --retune times all again. No
     weights are loaded.
     """
+    from wgpu_lora.gpu.memory_leases import claim
     from wgpu_lora.gpu.tuner import Tuner
-    from wgpu_lora.memory_leases import claim
 
     if not 0 < seconds < math.inf:
         raise UserError(f"--seconds is {seconds:g}: give a number of seconds greater than 0.")

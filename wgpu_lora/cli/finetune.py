@@ -22,8 +22,8 @@ from wgpu_lora.cli.run_summary import CURES, describe, describe_answers, describ
 from wgpu_lora.cli.training_progress import StartupProgress, Trend, hardware
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, StepResult
-from wgpu_lora.installation import pip_line, program
-from wgpu_lora.text import count_noun, duration, escape_unprintable
+from wgpu_lora.files.installation import pip_line, program
+from wgpu_lora.names.text import count_noun, duration, escape_unprintable
 from wgpu_lora.train.loop.slot_policy import POLICIES
 from wgpu_lora.train.options.option_fields import ADAPTER, FILES
 from wgpu_lora.train.options.training_arguments import TrainingArguments

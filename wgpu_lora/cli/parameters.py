@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from wgpu_lora.assets import asset_dir
 from wgpu_lora.cli.command import OPTIONS, Command
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.assets import asset_dir
 from wgpu_lora.train.option_types import FOREVER, kinds
 from wgpu_lora.train.options.training_arguments import PANELS, TrainingArguments
 from wgpu_lora.train.options.unused_options import unused_options

@@ -20,7 +20,7 @@ from wgpu_lora.cli.run_summary import (
     note_unified,
 )
 from wgpu_lora.errors import UserError
-from wgpu_lora.text import duration
+from wgpu_lora.names.text import duration
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def plan(
 
     The options are those of 'finetune'. Nothing is allocated, unless --measure is given.
     """
-    from wgpu_lora.memory_leases import budget_bytes
+    from wgpu_lora.gpu.memory_leases import budget_bytes
     from wgpu_lora.train.memory import fitting_suggestions, format_bytes, format_bytes_exact, no_fit_advice
     from wgpu_lora.train.time_estimate import check_price, project_time
 

@@ -13,7 +13,7 @@ from wgpu_lora.cli.parameters import RECIPE, AllowUnconfined
 from wgpu_lora.errors import UserError
 
 if TYPE_CHECKING:
-    from wgpu_lora.proof.proof_context import Result
+    from wgpu_lora.cli.proof.proof_context import Result
 
 COLOURS = {"passed": "green", "failed": "red", "not run": "bright_black"}
 
@@ -39,8 +39,8 @@ def prove(
     and then nothing is called proven; this changes the exit code only with --strict. The verdict names the devices and
     their kinds; --require-discrete demands real GPUs.
     """
-    from wgpu_lora.proof.checks import CHECKS
-    from wgpu_lora.proof.proof_run import prove as run
+    from wgpu_lora.cli.proof.checks import CHECKS
+    from wgpu_lora.cli.proof.proof_run import prove as run
 
     numbers = set()
     for text in only.split(",") if only else []:
@@ -58,7 +58,7 @@ def _table(result: Result) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from wgpu_lora.proof.proof_context import LEFT_OUT
+    from wgpu_lora.cli.proof.proof_context import LEFT_OUT
 
     table = Table(show_lines=True)
     table.add_column("#", justify="right")

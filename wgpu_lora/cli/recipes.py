@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from wgpu_lora.atomic import check_new, write_new_bytes
-from wgpu_lora.chain.stage import ChainWatch
 from wgpu_lora.cli.command import Command, Group
 from wgpu_lora.cli.console import Bar, TensorBar, console, line, table
 from wgpu_lora.cli.parameters import RECIPES, Device
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
-from wgpu_lora.installation import program
-from wgpu_lora.text import count_noun, duration
+from wgpu_lora.files.atomic import check_new, write_new_bytes
+from wgpu_lora.files.installation import program
+from wgpu_lora.names.text import count_noun, duration
+from wgpu_lora.train.chain.stage import ChainWatch
 
 if TYPE_CHECKING:
-    from wgpu_lora.chain.chain_file import Chain
-    from wgpu_lora.chain.chain_run import StageStatus
+    from wgpu_lora.train.chain.chain_file import Chain
+    from wgpu_lora.train.chain.chain_run import StageStatus
     from wgpu_lora.train.job import Job
 
 
@@ -53,9 +53,9 @@ def run_chain(
     A stage is skipped if its options, the files that it reads and wgpu-lora itself have not changed since it ran, and
     its results are as it left them. A chain can be interrupted at any time, and goes on when it is run again.
     """
-    from wgpu_lora.chain.chain_file import read_chain
-    from wgpu_lora.chain.chain_run import run, stage_statuses
-    from wgpu_lora.chain.stage import EndedEarlyError
+    from wgpu_lora.train.chain.chain_file import read_chain
+    from wgpu_lora.train.chain.chain_run import run, stage_statuses
+    from wgpu_lora.train.chain.stage import EndedEarlyError
 
     result = read_chain(chain, output, device, model)
     if listing:
@@ -149,7 +149,7 @@ def list_recipes() -> int:
     """List the bundled recipes."""
     from rich.table import Table
 
-    from wgpu_lora.assets import asset_dir
+    from wgpu_lora.files.assets import asset_dir
 
     table = Table(box=None, pad_edge=False)
     table.add_column("recipe", no_wrap=True)
@@ -167,8 +167,8 @@ def show(
     ],
 ) -> int:
     """Print a recipe, its reference results and its requirements."""
-    from wgpu_lora.chain.chain_file import read_chain
-    from wgpu_lora.json_files import read_toml
+    from wgpu_lora.files.json_files import read_toml
+    from wgpu_lora.train.chain.chain_file import read_chain
     from wgpu_lora.train.resolve_options import find_recipe, recipe_arguments
 
     path = find_recipe(name)

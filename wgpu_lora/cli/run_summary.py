@@ -11,7 +11,7 @@ from wgpu_lora.cli.console import Bar, TensorBar, line
 from wgpu_lora.cli.training_progress import describe_tuning
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import naming, with_renamed_options
-from wgpu_lora.text import count_noun, join_words
+from wgpu_lora.names.text import count_noun, join_words
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES
 from wgpu_lora.train.run.run_outcome import few_steps
 from wgpu_lora.weights.base_formats import GGUF

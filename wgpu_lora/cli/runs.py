@@ -13,7 +13,7 @@ from wgpu_lora.cli.console import console, is_terminal, line, print_json, table
 from wgpu_lora.cli.parameters import choice, refuse_unused
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.choices import RUN_KINDS, RUN_STATUSES
-from wgpu_lora.text import count_noun, escape_unprintable
+from wgpu_lora.names.text import count_noun, escape_unprintable
 
 WIDEST, GOAL = 10_000, 12  # columns of the table without a terminal; columns for goals, which are folded
 FILTERS = ("status", "kind", "objective", "name", "since", "limit")
@@ -45,8 +45,10 @@ def runs(
     Every finetune, evaluation and benchmark is recorded in runs.jsonl in the user's data directory, unless --no-run-log
     is given or WGPU_LORA_NO_RUN_LOG is set.
     """
-    from wgpu_lora.track.run_log import RunLog, facts_of
-    from wgpu_lora.track.run_log_tables import (
+    from wgpu_lora.train.options.training_arguments import TrainingArguments
+    from wgpu_lora.train.run.run_tracking import with_log
+    from wgpu_lora.train.track.run_log import RunLog, facts_of
+    from wgpu_lora.train.track.run_log_tables import (
         COLUMNS,
         LEFT,
         Filter,
@@ -58,9 +60,7 @@ def runs(
         markdown,
         style,
     )
-    from wgpu_lora.track.run_log_tables import since as date
-    from wgpu_lora.train.options.training_arguments import TrainingArguments
-    from wgpu_lora.train.run.run_tracking import with_log
+    from wgpu_lora.train.track.run_log_tables import since as date
 
     names = ids or []
     if as_markdown and as_json:
@@ -132,9 +132,9 @@ def report(
     and memory and, if there is a profile.json beside a run, the times of its kernels. Prints a Markdown line per run.
     Result files of 'bench --protected' are shown beside published rows.
     """
-    from wgpu_lora.report.comparison_tables import summary
-    from wgpu_lora.report.finished_runs import directories_of, missing_members, read_runs
-    from wgpu_lora.report.page import write_report
+    from wgpu_lora.cli.report.comparison_tables import summary
+    from wgpu_lora.cli.report.finished_runs import directories_of, missing_members, read_runs
+    from wgpu_lora.cli.report.page import write_report
 
     if any(path.suffix == ".json" and path.is_file() for path in runs):
         return _overheads(runs, output)
@@ -150,8 +150,8 @@ def report(
 
 
 def _overheads(files: list[Path], output: Path) -> int:
+    from wgpu_lora.cli.report.overhead_page import write_overheads
     from wgpu_lora.protect.overhead_results import interpretation, read_rows
-    from wgpu_lora.report.overhead_page import write_overheads
 
     for path in files:
         if path.suffix != ".json" or not path.is_file():

@@ -16,7 +16,7 @@ from wgpu_lora.cli.command import Command
 from wgpu_lora.cli.console import Bar, TensorBar, line
 from wgpu_lora.cli.parameters import BaseDtype, Device, Model, choice
 from wgpu_lora.errors import UserError
-from wgpu_lora.installation import program
+from wgpu_lora.files.installation import program
 from wgpu_lora.names.spelling import naming, with_renamed_options
 from wgpu_lora.weights.base_formats import AUTO
 
@@ -98,13 +98,13 @@ def serve(
     A request names an adapter as its model; requests of all adapters are computed together. Ctrl-C ends it: answers
     that run are finished first, unless it is pressed again.
     """
-    from wgpu_lora.serve import check_libraries
+    from wgpu_lora.infer.serve import check_libraries
 
     check_libraries()
     from wgpu_lora.infer.named_adapters import model_of, named_adapters
-    from wgpu_lora.serve.http_server import open_engine
-    from wgpu_lora.serve.http_server import serve as run
-    from wgpu_lora.serve.prompts import Limits
+    from wgpu_lora.infer.serve.http_server import open_engine
+    from wgpu_lora.infer.serve.http_server import serve as run
+    from wgpu_lora.infer.serve.prompts import Limits
 
     with naming(with_renamed_options({"adapter": "lora_modules"})):
         adapters = named_adapters(lora_modules or [], aliases=True)

@@ -11,11 +11,11 @@ from wgpu_lora.cli.console import Bar, TensorBar, line, print_json
 from wgpu_lora.cli.parameters import MODEL, THINKING, BaseDtype, Device, Json, choice
 from wgpu_lora.events import Evaluating
 from wgpu_lora.names.choices import COMPUTE_DTYPES, OVERFLOW
-from wgpu_lora.text import count_noun
+from wgpu_lora.names.text import count_noun
 from wgpu_lora.weights.base_formats import AUTO
 
 if TYPE_CHECKING:
-    from wgpu_lora.distill.teacher_cache_writer import CachePlan
+    from wgpu_lora.train.distill.teacher_cache_writer import CachePlan
 
 
 class _CacheProgress(TensorBar):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import Bar, line
 from wgpu_lora.events import Evaluating, Events, Tuning
-from wgpu_lora.text import count_noun, duration
+from wgpu_lora.names.text import count_noun, duration
 
 if TYPE_CHECKING:
     from wgpu_lora.train.job import Job

@@ -40,10 +40,10 @@ def export_web(
 
     The directory is for any static host, or for 'wgpu-lora web'. Rows and adapters never leave the page.
     """
-    from wgpu_lora.atomic import check_new
+    from wgpu_lora.files.atomic import check_new
     from wgpu_lora.models.loaded_model import open_model
-    from wgpu_lora.web.recording import web_device
-    from wgpu_lora.web.site import WebOptions, write_site
+    from wgpu_lora.train.web.recording import web_device
+    from wgpu_lora.train.web.site import WebOptions, write_site
 
     check_new(output, "--output", directory=True)  # before the model may be downloaded
     sizes = tuple(subgroup_size or ())
@@ -62,7 +62,7 @@ def web(
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8080,
 ) -> int:
     """Serve a page that trains in the browser, on 127.0.0.1 until Ctrl-C."""
-    from wgpu_lora.web.server import HOST, site_server
+    from wgpu_lora.train.web.server import HOST, site_server
 
     with site_server(directory, port) as server:
         line("site", f"http://{HOST}:{server.server_address[1]}/")

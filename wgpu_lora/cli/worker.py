@@ -18,6 +18,6 @@ def worker(
     bench-training or speed, each with its options by name. Each event is a JSON object on a line of standard
     output; the last one is 'result' or 'error'.
     """
-    from wgpu_lora.worker.job_process import work
+    from wgpu_lora.cluster.worker.job_process import work
 
     return work(job)

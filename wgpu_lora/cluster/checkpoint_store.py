@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import fsspec
 
-from wgpu_lora.atomic import file_digest
 from wgpu_lora.cluster.cluster_paths import unit_parts
 from wgpu_lora.cluster.messages import StoredFile
 from wgpu_lora.errors import StorageError, reason
-from wgpu_lora.paths import is_path
+from wgpu_lora.files.atomic import file_digest
+from wgpu_lora.files.paths import is_path
 
 PIECE = 8 << 20  # bytes of a call between hosts
 PART = ".part"

@@ -13,11 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wgpu_lora.cluster import local_ray
 from wgpu_lora.cluster.cluster_file import ClusterFile, check_address, read_cluster_file
+from wgpu_lora.cluster.launch import local_ray
 from wgpu_lora.cluster.messages import NAMESPACE
 from wgpu_lora.errors import UserError
-from wgpu_lora.installation import pip_line
+from wgpu_lora.files.installation import pip_line
 
 if TYPE_CHECKING:
     from wgpu_lora.cluster.checkpoint_store import HostStore
@@ -102,13 +102,13 @@ class Cluster:
         Raises:
             ClusterGone: there is no answer. UserError: the request is refused.
         """
-        from wgpu_lora.cluster.run_controller import run_controller
+        from wgpu_lora.cluster.controller.run_controller import run_controller
 
         return _answer(run_controller, method, arguments, seconds)
 
     def host(self, node: str, method: str, *arguments: Any, seconds: float = CALL_SECONDS) -> Any:
         """Call a method of a node's host, as `controller`."""
-        from wgpu_lora.cluster.host_actor import host_actor
+        from wgpu_lora.cluster.actors.host_actor import host_actor
 
         return _answer(lambda: host_actor(node), method, arguments, seconds)
 
@@ -186,7 +186,7 @@ def _endpoint(where: Target) -> Iterator[tuple[str, Mapping[str, str | None]]]:
             raise UserError("Ray does not run on this machine: start a run with 'wgpu-lora cluster run --local'.")
         yield ray.address, ray.environment
     elif where.file and where.file.host:
-        from wgpu_lora.cluster.ssh import tunnel
+        from wgpu_lora.cluster.launch.ssh import tunnel
 
         with tunnel(where.file) as (address, token):
             yield address, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import read_toml
+from wgpu_lora.files.json_files import read_toml
+from wgpu_lora.files.typed_json import Check, read_as
 from wgpu_lora.names.spelling import IN_FILE, error_source, flag, setting
 from wgpu_lora.train.option_types import NOT_NEGATIVE, Range, check, option
-from wgpu_lora.typed_json import Check, read_as
 
 LONGEST = 64  # name
 A_NAME = f"up to {LONGEST} letters, digits, '.', '_' and '-', of which the first is a letter or a digit"

@@ -14,11 +14,11 @@ from platformdirs import user_cache_dir
 from wgpu_lora.cluster.messages import SENT
 from wgpu_lora.data.huggingface import is_hub_id
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.paths import is_path
+from wgpu_lora.files.typed_json import typed
 from wgpu_lora.formats.hub import NAMES, hub_id
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.paths import is_path
 from wgpu_lora.train.options.training_arguments import PATHS
-from wgpu_lora.typed_json import typed
 
 ROOT = "WGPU_LORA_CLUSTER_DIR"
 ADAPTERS, PIPELINE = "adapters", "pipeline"  # in a unit's directory

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from wgpu_lora.atomic import file_digest
 from wgpu_lora.cluster.checkpoint_store import Store, is_plain_path, restore_files, store_files
 from wgpu_lora.cluster.cluster_paths import SENDABLE, checked_part, sent_directory
 from wgpu_lora.cluster.messages import Parcel, StoredFile, Task
 from wgpu_lora.errors import StorageError, UserError, reason
+from wgpu_lora.files.atomic import file_digest
 
 MAX_BYTES, MAX_FILES = 4 << 30, 1000  # of a parcel that a driver sends
 MAX_CACHE_BYTES, MAX_CACHE_FILES = 256 << 30, 20_000  # of any parcel: teacher caches may be large

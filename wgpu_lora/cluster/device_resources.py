@@ -16,18 +16,18 @@ from typing import Any
 from filelock import FileLock, Timeout
 from platformdirs import user_cache_dir
 
-from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.cluster.cluster_paths import cluster_root
 from wgpu_lora.cluster.messages import DeviceFacts
 from wgpu_lora.cluster.node_versions import own_versions
+from wgpu_lora.cluster.worker.worker import Worker, WorkerFailed
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.atomic import write_bytes_atomic
+from wgpu_lora.files.json_files import read_json, to_json
+from wgpu_lora.files.typed_json import typed
 from wgpu_lora.gpu.device_list import DeviceInfo, choose, list_devices
-from wgpu_lora.json_files import read_json, to_json
-from wgpu_lora.memory_leases import Ledger, budget_bytes, device_key, device_memory
-from wgpu_lora.memory_leases.memory_budget import ask_nvml
+from wgpu_lora.gpu.memory_leases import Ledger, budget_bytes, device_key, device_memory
+from wgpu_lora.gpu.memory_leases.memory_budget import ask_nvml
 from wgpu_lora.train.memory import format_bytes
-from wgpu_lora.typed_json import typed
-from wgpu_lora.worker.worker import Worker, WorkerFailed
 
 # Adapters of OpenGL, which are listed and released too, belong to a thread: releasing one while another thread uses its
 # EGL context aborts the process.

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from wgpu_lora.cluster.cluster_file import SweepOptions
+from wgpu_lora.files.typed_json import typed
 from wgpu_lora.train.memory import RunRequirements
-from wgpu_lora.typed_json import typed
 
 NAMESPACE = "wgpu-lora"  # of all actors, in Ray
 CONTROLLER = "run-controller"

@@ -8,11 +8,11 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from wgpu_lora.assets import combined, package_files
-from wgpu_lora.atomic import file_digest
 from wgpu_lora.cluster.messages import Versions
+from wgpu_lora.files.assets import combined, package_files
+from wgpu_lora.files.atomic import file_digest
+from wgpu_lora.files.installation import NAME
 from wgpu_lora.gpu.backends import backend
-from wgpu_lora.installation import NAME
 
 SHOWN = 12  # characters of a digest in a message
 

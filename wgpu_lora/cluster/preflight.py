@@ -25,12 +25,12 @@ from wgpu_lora.cluster.messages import (
     from_plain,
 )
 from wgpu_lora.cluster.node_versions import difference
-from wgpu_lora.cluster.placement import refusal
-from wgpu_lora.cluster.placement_field import Place
+from wgpu_lora.cluster.placement.placement import refusal
+from wgpu_lora.cluster.placement.placement_field import Place
 from wgpu_lora.cluster.run_status import chosen_device
 from wgpu_lora.cluster.sweep import plan_sweep
 from wgpu_lora.errors import UserError
-from wgpu_lora.text import count_noun, join_words
+from wgpu_lora.names.text import count_noun, join_words
 from wgpu_lora.train.memory import RunRequirements
 
 MOST_REASONS, MOST_HOSTS = 20, 3  # that an error lists

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.cluster.cluster_connection import Cluster, ClusterGone
 from wgpu_lora.cluster.messages import StoredFile, TaskView, from_plain
 from wgpu_lora.cluster.task_outputs import fetch
 from wgpu_lora.errors import UserError, reason
-from wgpu_lora.json_files import to_json
-from wgpu_lora.track.run_log import RunLog, run_log_enabled
+from wgpu_lora.files.atomic import write_bytes_atomic
+from wgpu_lora.files.json_files import to_json
 from wgpu_lora.train.run.run_checkpoint import BEST
 from wgpu_lora.train.run.run_tracking import logged_id
+from wgpu_lora.train.track.run_log import RunLog, run_log_enabled
 
 EVALUATIONS = "evaluations.jsonl"
 

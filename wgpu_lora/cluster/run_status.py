@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from wgpu_lora.cluster.cluster_connection import Cluster, ClusterGone
+from wgpu_lora.cluster.controller.run_state import ENDED
 from wgpu_lora.cluster.messages import DeviceFacts, RunView, Snapshot, TaskView, from_plain
 from wgpu_lora.cluster.run_results import fetch_results
-from wgpu_lora.cluster.run_state import ENDED
 from wgpu_lora.errors import UserError
-from wgpu_lora.text import count_noun, join_words
+from wgpu_lora.names.text import count_noun, join_words
 
 POLL = 1.0  # seconds between snapshots
 PATIENCE = 90.0  # seconds without an answer after which the cluster counts as gone: a controller may restart meanwhile

@@ -10,13 +10,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.cluster.cluster_file import LONGEST, SweepOptions, distinct_names, safe_name
 from wgpu_lora.cluster.cluster_tasks import MAX_ADAPTERS, REFUSED, Draft, tasks_of_drafts
 from wgpu_lora.cluster.messages import RunView, Snapshot, Task, TaskView
 from wgpu_lora.cluster.task_outputs import output_of
 from wgpu_lora.errors import UserError, reason
-from wgpu_lora.json_files import to_json
+from wgpu_lora.files.atomic import write_bytes_atomic
+from wgpu_lora.files.json_files import to_json
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.train.memory import RunRequirements
 from wgpu_lora.train.option_types import READERS, TYPES, kinds

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from wgpu_lora.atomic import check_new, file_digest, new_directory
 from wgpu_lora.cluster.checkpoint_store import DamagedCheckpoint, Store, restore_files
 from wgpu_lora.cluster.messages import StoredFile, Task
 from wgpu_lora.errors import UserError, reason
-from wgpu_lora.locks import OutputInUse, locked
+from wgpu_lora.files.atomic import check_new, file_digest, new_directory
+from wgpu_lora.files.locks import OutputInUse, locked
 from wgpu_lora.train.adapter_tasks import check_directories_apart
 from wgpu_lora.train.run.multi_adapter_state import MEMBER
 

@@ -15,16 +15,16 @@ from typing import Any
 
 import fsspec
 
-from wgpu_lora.atomic import replace_directory
 from wgpu_lora.cluster.cluster_paths import cluster_root, options_here
 from wgpu_lora.cluster.device_resources import DEVICE, hold_any_device
 from wgpu_lora.cluster.messages import NodeFacts, Progress, RunRequest, RunView, Snapshot, Task, TaskView
+from wgpu_lora.cluster.worker.kinds.training_jobs import prepare_finetune
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.events import Evaluating, Events, StepResult
-from wgpu_lora.installation import pip_line
+from wgpu_lora.files.atomic import replace_directory
+from wgpu_lora.files.installation import pip_line
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.training_log import LOG, Log
-from wgpu_lora.worker.kinds.training_jobs import prepare_finetune
 
 STEP, LOSS, EVAL_LOSS = "step", "loss", "eval_loss"  # of a report
 FAILURES = 3  # of a trial

@@ -15,10 +15,10 @@ from wgpu_lora.data.row_counts import skipped_rows
 from wgpu_lora.data.row_files import read_jsonl
 from wgpu_lora.data.source import Source
 from wgpu_lora.data.tokenized_data import Row, TokenizedData, split_validation, tokenize_source
-from wgpu_lora.tokenizer.conversation_rows import UNTRAINED
-from wgpu_lora.tokenizer.examples import Sample
-from wgpu_lora.tokenizer.label_mask import tokenize_example
-from wgpu_lora.tokenizer.tokenizer import StreamDecoder, Tokenizer
+from wgpu_lora.formats.tokenizer.conversation_rows import UNTRAINED
+from wgpu_lora.formats.tokenizer.examples import Sample
+from wgpu_lora.formats.tokenizer.label_mask import tokenize_example
+from wgpu_lora.formats.tokenizer.tokenizer import StreamDecoder, Tokenizer
 
 __all__ = [
     "UNTRAINED",

@@ -13,7 +13,7 @@ from wgpu_lora.data.json_rows import MAX_BLANK, MAX_LINE, MAX_SHOWN, too_many_bl
 from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import BadRow, NoRowsError, RowPlace, Rows
 from wgpu_lora.errors import UserError
-from wgpu_lora.text import count_noun
+from wgpu_lora.names.text import count_noun
 
 DELIMITERS = (",", ";", "\t")
 MAX_COLUMNS = 4096

@@ -13,9 +13,9 @@ from wgpu_lora.data.memory_rows import ROWS
 from wgpu_lora.data.row_files import FORMATS, SUFFIXES, FileSource, file_source
 from wgpu_lora.data.source import Source
 from wgpu_lora.errors import UserError
-from wgpu_lora.locks import is_directory
+from wgpu_lora.files.locks import is_directory
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.text import join_words
+from wgpu_lora.names.text import join_words
 
 # Names of files and splits, the most common first.
 TRAIN, TEST = ("train", "training"), ("test",)

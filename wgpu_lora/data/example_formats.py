@@ -37,8 +37,8 @@ from wgpu_lora.data.json_values import kind_of
 from wgpu_lora.data.row_formats import Fields, Row, RowFormat, RowFormats
 from wgpu_lora.data.source import RowPlace, Source, strict_rows
 from wgpu_lora.errors import UserError
-from wgpu_lora.tokenizer.chat_template import check_variables
-from wgpu_lora.tokenizer.examples import Alpaca, Completion, Conversation, Example, Sample, Text, Tokens
+from wgpu_lora.formats.tokenizer.chat_template import check_variables
+from wgpu_lora.formats.tokenizer.examples import Alpaca, Completion, Conversation, Example, Sample, Text, Tokens
 
 # Optional columns of conversations: what `answer_to` and `conversation` read besides the messages.
 CHAT_COLUMNS = {"tools": TOOLS, "functions": FUNCTIONS, "chat_template_kwargs": OBJECT}

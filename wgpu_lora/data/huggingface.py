@@ -16,9 +16,9 @@ from wgpu_lora.data.row_files import SUFFIXES
 from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import NoRowsError, RowPlace, Rows
 from wgpu_lora.errors import UserError
-from wgpu_lora.installation import pip_line
+from wgpu_lora.files.installation import pip_line
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.text import join_words
+from wgpu_lora.names.text import join_words
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")  # written by save_to_disk

@@ -13,7 +13,7 @@ from wgpu_lora.data.json_values import kind_of
 from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import BadRow, NoRowsError, RowPlace, Rows
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import object_with_unique_keys
+from wgpu_lora.files.json_files import object_with_unique_keys
 
 MAX_LINE = 16 << 20  # bytes; in the worst case (nested lists) Python takes half a gigabyte for them
 MAX_BLANK = 1 << 20  # blank lines of a file

@@ -12,7 +12,7 @@ from wgpu_lora.data.json_values import dense, kind_of
 from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import BadRow, NoRowsError, RowPlace, Rows, Source
 from wgpu_lora.errors import UserError
-from wgpu_lora.text import count_noun
+from wgpu_lora.names.text import count_noun
 
 ROWS = "rows from Python"  # stands for the path in records of options
 _MAX_DEPTH = 100

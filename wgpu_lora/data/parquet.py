@@ -12,7 +12,7 @@ from wgpu_lora.data.json_values import dense
 from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import NoRowsError, RowPlace, Rows
 from wgpu_lora.errors import UserError
-from wgpu_lora.installation import pip_line
+from wgpu_lora.files.installation import pip_line
 
 BATCH = 64  # rows decoded together
 MAX_BATCH = MAX_LINE  # bytes; rows of a larger batch are decoded one by one

@@ -32,8 +32,15 @@ from wgpu_lora.data.json_values import kind_of
 from wgpu_lora.data.row_formats import Fields, RowFormat, RowFormats
 from wgpu_lora.data.unread_columns import is_harmless
 from wgpu_lora.errors import UserError
-from wgpu_lora.text import join_words
-from wgpu_lora.tokenizer.examples import Completion, Conversation, Example, Sample, Tokens, without_empty_answers
+from wgpu_lora.formats.tokenizer.examples import (
+    Completion,
+    Conversation,
+    Example,
+    Sample,
+    Tokens,
+    without_empty_answers,
+)
+from wgpu_lora.names.text import join_words
 
 DESIRABLE, UNDESIRABLE = 1.0, -1.0
 _UNTRAINED = -100

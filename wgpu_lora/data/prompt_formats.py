@@ -16,7 +16,7 @@ from wgpu_lora.data.example_formats import CHAT_COLUMNS, conversation, with_syst
 from wgpu_lora.data.row_formats import Fields, RowFormat, RowFormats
 from wgpu_lora.data.unread_columns import is_input
 from wgpu_lora.errors import UserError
-from wgpu_lora.tokenizer.examples import Prompt, Sample, Tokens
+from wgpu_lora.formats.tokenizer.examples import Prompt, Sample, Tokens
 
 _OF_PROMPT = ("system", "tools", "functions", "chat_template_kwargs")  # columns that only a prompt can use
 

@@ -10,10 +10,10 @@ from typing import Any
 from wgpu_lora.data.json_values import canonical, row_digest
 from wgpu_lora.data.source import BadRow, RowPlace, Source
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import to_json
+from wgpu_lora.files.json_files import to_json
+from wgpu_lora.formats.tokenizer.conversation_rows import TokenizedExample
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.text import count_noun, escape_unprintable, join_words
-from wgpu_lora.tokenizer.conversation_rows import TokenizedExample
+from wgpu_lora.names.text import count_noun, escape_unprintable, join_words
 
 SKIPPED = "skipped_rows.jsonl"
 # Places that a summary lists; bad rows that an error lists; bad rows kept to find the first ones, since rows of a block

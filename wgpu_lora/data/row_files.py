@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import file_digest
 from wgpu_lora.data.compressed_files import bare_name, opened
 from wgpu_lora.data.csv_rows import read_delimited
 from wgpu_lora.data.example_formats import EXAMPLES
@@ -17,6 +16,7 @@ from wgpu_lora.data.parquet import read_parquet
 from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import RowPlace, Rows, strict_rows
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.atomic import file_digest
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 FORMATS = "JSONL, a JSON array, CSV or Parquet"

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from wgpu_lora.data.unread_columns import is_empty, is_harmless, refusal
 from wgpu_lora.errors import UserError
-from wgpu_lora.text import join_words
+from wgpu_lora.names.text import join_words
 
 T = TypeVar("T")
 Row = Mapping[str, Any]

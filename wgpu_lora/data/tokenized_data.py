@@ -20,13 +20,13 @@ from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import BadRow, RowPlace, Source
 from wgpu_lora.data.validation_split import row_key, validation_mask
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.tokenizer.chat_template import LimitError
+from wgpu_lora.formats.tokenizer.conversation_rows import UNTRAINED, Pair
+from wgpu_lora.formats.tokenizer.examples import Example, Sample, Tokens, prompt_format, without_empty_answers
+from wgpu_lora.formats.tokenizer.label_mask import tokenize_examples
+from wgpu_lora.formats.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.names.spelling import setting
-from wgpu_lora.text import count_noun
-from wgpu_lora.tokenizer.chat_template import LimitError
-from wgpu_lora.tokenizer.conversation_rows import UNTRAINED, Pair
-from wgpu_lora.tokenizer.examples import Example, Sample, Tokens, prompt_format, without_empty_answers
-from wgpu_lora.tokenizer.label_mask import tokenize_examples
-from wgpu_lora.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.names.text import count_noun
 
 _BLOCK_ROWS, _BLOCK_SIZE = 64, 1 << 19  # rows and characters that are tokenised together, at most
 MAX_BAD = 1000  # unusable rows after which reading ends, unless they are skipped

@@ -8,7 +8,7 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.text import count_noun
+from wgpu_lora.names.text import count_noun
 
 _BLOCK = 1 << 20  # rows that are looked up together
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.api import answer, load
-from wgpu_lora.atomic import numbered, write_bytes_atomic
 from wgpu_lora.demo.tasks import CheckedAnswer, Functions, Orders, Task
 from wgpu_lora.events import SILENT, Events
+from wgpu_lora.files.atomic import numbered, write_bytes_atomic
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.prepare_job import prepare_job

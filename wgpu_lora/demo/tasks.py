@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from wgpu_lora.assets import DEMO_HELDOUT, ORDERS_HELDOUT, ORDERS_TRAIN
-from wgpu_lora.checks.asserts import parse_check
-from wgpu_lora.checks.code_check import run_check
-from wgpu_lora.checks.sandbox.sandbox_process import confinement
 from wgpu_lora.data import read_jsonl
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import parse_object
+from wgpu_lora.files.assets import DEMO_HELDOUT, ORDERS_HELDOUT, ORDERS_TRAIN
+from wgpu_lora.files.json_files import parse_object
+from wgpu_lora.train.checks.asserts import parse_check
+from wgpu_lora.train.checks.code_check import run_check
+from wgpu_lora.train.checks.sandbox.sandbox_process import confinement
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from wgpu_lora.text import join_words
+from wgpu_lora.names.text import join_words
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from wgpu_lora.atomic import sha256
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.atomic import sha256
+from wgpu_lora.files.json_files import read_bytes
 from wgpu_lora.formats.checkpoint_names import TEMPLATE, TOKENIZER
-from wgpu_lora.json_files import read_bytes
 
 # In the metadata: of the whole file, with NO_DIGEST in its place; and, as JSON, of the files beside it by name. Each of
 # the two keys shows a damage of the other. OF_VALUES, of all bytes behind the header, is what earlier versions wrote.

@@ -6,12 +6,12 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
-from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.assets import DEMO_MODEL
+from wgpu_lora.files.locks import is_directory
+from wgpu_lora.files.paths import check_path
 from wgpu_lora.formats.smollm2 import smollm2
-from wgpu_lora.locks import is_directory
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.paths import check_path
 
 # Only safetensors: other weight formats may run code when they are loaded.
 ALLOW_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.*"]

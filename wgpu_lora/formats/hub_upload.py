@@ -9,14 +9,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.locks import is_directory
+from wgpu_lora.files.paths import check_name, links_outside
 from wgpu_lora.formats.checkpoint_names import TEMPLATE, TOKENIZER
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.model_cards import CARD, card_of_files
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS, read_adapter
 from wgpu_lora.formats.safetensors_checkpoint import INDEX, SINGLE, Checkpoint
-from wgpu_lora.locks import is_directory
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.paths import check_name, links_outside
 
 LICENCES = re.compile(r"(LICEN[CS]E|NOTICE|COPYING)(\.(md|txt))?")
 CONFIGURATION = ("config.json", "generation_config.json")

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from wgpu_lora.atomic import file_digest
+from wgpu_lora.files.atomic import file_digest
+from wgpu_lora.files.paths import links_outside
 from wgpu_lora.formats.gguf.gguf_header import read_header
 from wgpu_lora.formats.hub import hub_id, is_gguf
 from wgpu_lora.formats.peft_adapter import WEIGHTS
-from wgpu_lora.paths import links_outside
 
 CARD = "README.md"
 MAX_CARD = 1 << 18  # characters

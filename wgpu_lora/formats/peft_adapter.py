@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from wgpu_lora.atomic import new_directory, write_bytes_atomic
 from wgpu_lora.errors import NotFiniteError, UserError
+from wgpu_lora.files.atomic import new_directory, write_bytes_atomic
+from wgpu_lora.files.json_files import parse_object, read_json
+from wgpu_lora.files.locks import is_directory
+from wgpu_lora.files.paths import check_path
 from wgpu_lora.formats.file_digests import EMPTY, check_digests, with_digests
 from wgpu_lora.formats.peft_config import AdapterConfig, config_dict, parse_config
 from wgpu_lora.formats.safetensors_checkpoint import SUPPORTED_DTYPES, read_f32_entry
 from wgpu_lora.formats.safetensors_header import read_header
-from wgpu_lora.json_files import parse_object, read_json
-from wgpu_lora.locks import is_directory
-from wgpu_lora.paths import check_path
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _KEY = re.compile(

@@ -12,10 +12,10 @@ import numpy as np
 from annotated_types import Ge, Le, Lt
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.paths import is_path
-from wgpu_lora.text import escape_unprintable
-from wgpu_lora.typed_json import Check, read_as
-from wgpu_lora.untrusted_patterns import first_matches
+from wgpu_lora.files.paths import is_path
+from wgpu_lora.files.typed_json import Check, read_as
+from wgpu_lora.names.text import escape_unprintable
+from wgpu_lora.processes.untrusted_patterns import first_matches
 
 MAX_PATTERNS = 2000  # models have fewer linear layers
 

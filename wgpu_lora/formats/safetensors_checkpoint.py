@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.json_files import read_json
+from wgpu_lora.files.locks import is_directory
 from wgpu_lora.formats.checkpoint_names import TensorNames
 from wgpu_lora.formats.file_digests import check_digests
 from wgpu_lora.formats.safetensors_header import TensorEntry, read_bytes, read_header
-from wgpu_lora.json_files import read_json
-from wgpu_lora.locks import is_directory
 
 if TYPE_CHECKING:
     from wgpu_lora.weights.base import Packed

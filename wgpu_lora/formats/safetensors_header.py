@@ -11,7 +11,7 @@ from typing import TypeGuard
 import numpy as np
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import MAX_JSON_BYTES, parse_object
+from wgpu_lora.files.json_files import MAX_JSON_BYTES, parse_object
 
 MAX_DIMENSIONS = 8
 MAX_EXTENT = 1 << 48

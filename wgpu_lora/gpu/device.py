@@ -18,7 +18,7 @@ from wgpu_lora.gpu.device_errors import OutOfDeviceMemory, ShaderError, raise_de
 from wgpu_lora.gpu.device_list import MAPPABLE, DeviceInfo, choose, choose_backend
 from wgpu_lora.gpu.tiling import Capabilities
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.signals import check_stop, end_signal_delayed
+from wgpu_lora.processes.signals import check_stop, end_signal_delayed
 
 WRITE_CHUNK = 16 << 20  # bytes; drivers stage a queued write, so one large write would double a tensor's memory
 INTEL = 0x8086

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import jinja2
 from jinja2.bccache import Bucket
 
-from wgpu_lora.assets import asset_dir, shader_text
+from wgpu_lora.files.assets import asset_dir, shader_text
 from wgpu_lora.gpu.reference_values import TakePart
 from wgpu_lora.gpu.struct import wgsl_struct
 from wgpu_lora.gpu.tiling import Capabilities, Constants, Tiling, Tunable

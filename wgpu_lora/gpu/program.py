@@ -20,7 +20,7 @@ from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
 from wgpu_lora.gpu.verdicts import verdicts_of
-from wgpu_lora.signals import check_stop
+from wgpu_lora.processes.signals import check_stop
 
 SUBMIT_SECONDS = 0.4  # of work per submit, so that watchdogs do not fire and Ctrl-C is prompt
 SLOW_SUBMIT = 2.5 * SUBMIT_SECONDS  # a submit that takes longer than this is divided anew

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from platformdirs import user_cache_dir
 
-from wgpu_lora.assets import asset_dir
-from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.files.assets import asset_dir
+from wgpu_lora.files.atomic import write_bytes_atomic
+from wgpu_lora.files.locks import lock_file
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.struct import wgsl_struct
 from wgpu_lora.gpu.tiling import Constants, Tiling
-from wgpu_lora.locks import lock_file
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device import Device

@@ -12,7 +12,7 @@ from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.models.adapter_set import AdapterSet, Norms, SlotSpec
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.text import count_noun, join_words
+from wgpu_lora.names.text import count_noun, join_words
 
 
 @dataclass

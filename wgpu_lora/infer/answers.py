@@ -10,6 +10,7 @@ from typing import Any
 from wgpu_lora.data import StreamDecoder, Tokenizer
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.events import SILENT, Events
+from wgpu_lora.formats.tokenizer.tokenizer_files import OWN_TOKENIZER, adapter_tokenizer
 from wgpu_lora.infer.generation_options import GenerationOptions
 from wgpu_lora.infer.generator import Generation, Generator
 from wgpu_lora.infer.named_adapters import adapters_on_device
@@ -17,8 +18,7 @@ from wgpu_lora.infer.prompts import Prompt, chat_prompt, trained_prompt_format
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.models.adapter_set import AdapterSet
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.text import count_noun
-from wgpu_lora.tokenizer.tokenizer_files import OWN_TOKENIZER, adapter_tokenizer
+from wgpu_lora.names.text import count_noun
 
 MOST = 16  # prompts at a time by default
 SHOWN = 60  # characters of a text in an answer's repr

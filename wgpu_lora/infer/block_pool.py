@@ -8,7 +8,7 @@ from hashlib import sha256
 
 import numpy as np
 
-from wgpu_lora.ops.attention import BLOCK
+from wgpu_lora.ops.attention.attention import BLOCK
 
 Key = tuple[Hashable, ...]
 

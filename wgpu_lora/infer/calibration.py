@@ -12,16 +12,16 @@ import numpy as np
 from wgpu_lora.data import Row, pack
 from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.gpu.device_errors import with_option_advice
+from wgpu_lora.gpu.memory_leases import claim
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Tensor, persistent
 from wgpu_lora.gpu.tiling_check import check_tilings
 from wgpu_lora.gpu.verdicts import verdicts_of
-from wgpu_lora.memory_leases import claim
 from wgpu_lora.models.batch_inputs import Segment, StepInputs, Tables
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.layer_context import LayerWeights
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.ops.linear import Linear, MeasuredMatrix
+from wgpu_lora.ops.linear.linear import Linear, MeasuredMatrix
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import read
 

@@ -13,6 +13,7 @@ from wgpu_lora.data import Tokenizer, read_jsonl
 from wgpu_lora.data.example_formats import parse_example
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.events import SILENT, Events
+from wgpu_lora.formats.tokenizer.examples import CHAT, Conversation
 from wgpu_lora.infer.answers import StreamedAnswer, notes_for, replies, tokenizer_of
 from wgpu_lora.infer.generation_options import GenerationOptions
 from wgpu_lora.infer.generator import Generator
@@ -21,8 +22,7 @@ from wgpu_lora.infer.prompts import chat_prompt, check_text, trained_prompt_form
 from wgpu_lora.models.adapter_modules import read_adapter_for
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.text import join_words
-from wgpu_lora.tokenizer.examples import CHAT, Conversation
+from wgpu_lora.names.text import join_words
 
 CAPACITY, LEAST = 4096, 512  # tokens of a conversation by default, and the minimum if memory is short
 

@@ -22,6 +22,7 @@ from wgpu_lora.formats.peft_adapter import Matrices
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.device_errors import BindingTooLarge, with_option_advice
 from wgpu_lora.gpu.kernel import cdiv
+from wgpu_lora.gpu.memory_leases import claim
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage, Tensor
 from wgpu_lora.gpu.tiling_check import check_tilings
@@ -30,12 +31,11 @@ from wgpu_lora.infer.adapter_slots import AdapterSlots, FixedSlots
 from wgpu_lora.infer.block_pool import BlockPool, Key, block_keys
 from wgpu_lora.infer.engine_programs import BUCKETS, EDITS, TOP, EngineLimits, Head, Programs, Step, StepRows
 from wgpu_lora.infer.request import EngineStats, Request, StepOutput, TokenLogprobs
-from wgpu_lora.memory_leases import claim
 from wgpu_lora.models.adapter_set import AdapterSet
 from wgpu_lora.models.batch_inputs import write
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.ops.attention import BLOCK
-from wgpu_lora.ops.sampling import NO_TOKEN, PARAMS
+from wgpu_lora.ops.attention.attention import BLOCK
+from wgpu_lora.ops.loss.sampling import NO_TOKEN, PARAMS
 
 MAX_MODEL_LEN = 4096  # tokens of a sequence by default
 CACHE_DTYPES = ("f32", "f16")

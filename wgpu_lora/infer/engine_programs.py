@@ -19,13 +19,13 @@ from wgpu_lora.models.batch_inputs import StepInputs, Tables, padded, write
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.kv_cache import Cache
 from wgpu_lora.models.row_inputs import NOWHERE, Rows
-from wgpu_lora.ops.attention import BLOCK
+from wgpu_lora.names.text import count_noun
+from wgpu_lora.ops.attention.attention import BLOCK
 from wgpu_lora.ops.embedding import gather_rows, head_logits
-from wgpu_lora.ops.loss import softmax_chunk
+from wgpu_lora.ops.loss.loss import softmax_chunk
+from wgpu_lora.ops.loss.sampling import PARAMS, edit_scores, mask_logits, sample_tokens
+from wgpu_lora.ops.loss.sparse_logits import top_k
 from wgpu_lora.ops.recorder import Recorder, SharedTensors
-from wgpu_lora.ops.sampling import PARAMS, edit_scores, mask_logits, sample_tokens
-from wgpu_lora.ops.sparse_logits import top_k
-from wgpu_lora.text import count_noun
 
 BUCKETS = (
     16,

@@ -12,13 +12,13 @@ from typing import Any
 from wgpu_lora.data import Row
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
+from wgpu_lora.formats.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.infer.answers import MOST, open_generator, tokenizer_of
 from wgpu_lora.infer.generator import Generation
 from wgpu_lora.infer.named_adapters import adapters_on_device
 from wgpu_lora.infer.request import GREEDY
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
 MARGIN = 16  # tokens that an answer may be longer than its reference before it is cut off
 

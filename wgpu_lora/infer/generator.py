@@ -17,7 +17,7 @@ from wgpu_lora.infer.request import Request
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.models.adapter_set import AdapterSet
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.ops.attention import BLOCK
+from wgpu_lora.ops.attention.attention import BLOCK
 
 CAPACITY = 2048  # tokens of a sequence by default
 

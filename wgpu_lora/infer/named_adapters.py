@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.json_files import read_json
 from wgpu_lora.formats.hub import PUBLIC
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.memory_leases import claim
 from wgpu_lora.gpu.program import allocate, missing_bytes, release
-from wgpu_lora.json_files import read_json
-from wgpu_lora.memory_leases import claim
 from wgpu_lora.models.adapter_modules import read_adapter_for
 from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec, fix_gains
 from wgpu_lora.models.loaded_model import LoadedModel

@@ -14,17 +14,17 @@ from wgpu_lora.data import Row, TokenizedData, pack
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.gpu.device_errors import with_option_advice
+from wgpu_lora.gpu.memory_leases import claim
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage, persistent, share_storage
 from wgpu_lora.gpu.tiling_check import check_tilings
 from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.infer.exact_match import Comparison
-from wgpu_lora.memory_leases import claim
 from wgpu_lora.models.adapter_set import AdapterSet
 from wgpu_lora.models.batch_inputs import Segment, StepInputs, Tables
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.ops.loss import hits, sum_by_slot, sweep
+from wgpu_lora.ops.loss.loss import hits, sum_by_slot, sweep
 from wgpu_lora.ops.recorder import Recorder
 
 

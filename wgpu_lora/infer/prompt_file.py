@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import numbered, write_new_bytes
 from wgpu_lora.data.column_types import ANYTHING, MESSAGES, TEXT, TEXT_OR_MESSAGES
 from wgpu_lora.data.compressed_files import bare_name, opened
 from wgpu_lora.data.example_formats import EXAMPLES, QUESTION, alpaca, with_system
@@ -21,11 +20,12 @@ from wgpu_lora.data.row_formats import ColumnType, Fields, RowFormat, RowFormats
 from wgpu_lora.data.source import BadRow
 from wgpu_lora.data.unread_columns import is_input
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.atomic import numbered, write_new_bytes
+from wgpu_lora.formats.tokenizer.examples import Completion
 from wgpu_lora.infer.answers import Answer
 from wgpu_lora.infer.prompts import Prompt, check_prompt
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.text import count_noun
-from wgpu_lora.tokenizer.examples import Completion
+from wgpu_lora.names.text import count_noun
 
 MAX_TEXT_BYTES = 256 << 20
 

@@ -10,9 +10,9 @@ from typing import Any
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.data.example_formats import parse_example
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import read_json
-from wgpu_lora.tokenizer.examples import ALPACA, CHAT, PROMPT_FORMATS, TEXT, Alpaca, Completion, Conversation
-from wgpu_lora.tokenizer.label_mask import ALPACA_START, alpaca_example, alpaca_prompt
+from wgpu_lora.files.json_files import read_json
+from wgpu_lora.formats.tokenizer.examples import ALPACA, CHAT, PROMPT_FORMATS, TEXT, Alpaca, Completion, Conversation
+from wgpu_lora.formats.tokenizer.label_mask import ALPACA_START, alpaca_example, alpaca_prompt
 
 Messages = Sequence[Mapping[str, Any]]
 # A text, the messages of a conversation, an instruction, or a row of prompt and completion, which is continued as text.

@@ -1,4 +1,4 @@
-"""The parameters of sampling: how the next token is chosen from a model's logits (`ops.sampling` does it)."""
+"""The parameters of sampling: how the next token is chosen from a model's logits (`ops.loss.sampling` does it)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Sampler:
                 raise UserError(f"A logit bias of {bias} for token {token} is not valid: use a finite number.")
 
     def row(self, position: int) -> tuple[float, float, float, float, int, tuple[int, int, int]]:
-        """A row of `ops.sampling.PARAMS` for the token at `position` of its sequence."""
+        """A row of `ops.loss.sampling.PARAMS` for the token at `position` of its sequence."""
         if self.temperature == 0:
             return 0.0, 1.0, 0.0, 0.0, 0, (0, 0, 0)
         top_k, temperature = min(self.top_k, 2**32 - 1), max(self.temperature, 1e-30)  # as f32 has
@@ -80,7 +80,7 @@ class Sampler:
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
     def edits(self, prompt: Sequence[int], answer: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens int64, factors, differences) of `ops.sampling.edit_scores` after these tokens."""
+        """(tokens int64, factors, differences) of `ops.loss.sampling.edit_scores` after these tokens."""
         differences: dict[int, float] = {token: -bias for token, bias in self.logit_bias.items()}
         if self.presence_penalty or self.frequency_penalty:
             for token, count in zip(*np.unique(np.array(answer, np.int64), return_counts=True), strict=True):

@@ -19,9 +19,9 @@ from secrets import token_hex
 from typing import Any
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.infer.answers import overlap
-from wgpu_lora.text import common_prefix
-from wgpu_lora.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.names.text import common_prefix
 
 Json = dict[str, Any]
 CALL, END_CALL, CALLS, ARGS, PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"

@@ -14,7 +14,7 @@ from wgpu_lora.formats.peft_adapter import Matrices, in_order, read_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.models.model_config import ModelConfig, module_of
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.untrusted_patterns import first_matches
+from wgpu_lora.processes.untrusted_patterns import first_matches
 
 
 def read_adapter_for(

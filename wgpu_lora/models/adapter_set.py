@@ -11,17 +11,17 @@ from wgpu_lora.formats.peft_adapter import PARTS, Matrices
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import BindingTooLarge
+from wgpu_lora.gpu.memory_leases import claim
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import Storage, Tensor, align, persistent
-from wgpu_lora.memory_leases import claim
 from wgpu_lora.models.batch_inputs import StepInputs
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.parameters import PAGE_BLOCKS, Place, blocks_of, padded_table, read_arrays, write_array
-from wgpu_lora.ops.dora import adapted_norm, gram
 from wgpu_lora.ops.gradient_norm import BLOCK
-from wgpu_lora.ops.lora import Factors, LoraSlots, LoraStack, Magnitudes
+from wgpu_lora.ops.linear.dora import adapted_norm, gram
+from wgpu_lora.ops.linear.lora import Factors, LoraSlots, LoraStack, Magnitudes
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import Weight
 
@@ -30,7 +30,7 @@ from wgpu_lora.weights.base import Weight
 class SlotSpec:
     """An adapter: its largest rank, and the scaling of each module that it targets (alpha / r or alpha / sqrt(r)).
 
-    dora: whether its modules have magnitudes. offset: a frozen adapter in the weight (`ops.adapted_linear`).
+    dora: whether its modules have magnitudes. offset: a frozen adapter in the weight (`ops.linear.adapted_linear`).
     """
 
     rank: int
@@ -82,7 +82,7 @@ class AdapterSet:
     factors: Mapping[tuple[str, str], Factor]  # (module, one of PARTS)
     scales: Mapping[tuple[str, ...], Tensor]  # by the modules of a stack: f32 [slots, modules * rank]
     numbers: Mapping[str, int]  # of modules, as dropout keys; they do not depend on other slots
-    gains: Mapping[str, tuple[Tensor, Tensor]]  # DoRA's gain and norm by module (see ops.lora.Magnitudes)
+    gains: Mapping[str, tuple[Tensor, Tensor]]  # DoRA's gain and norm by module (see ops.linear.lora.Magnitudes)
     offset: AdapterSet | None = None  # of all slots
 
     @classmethod

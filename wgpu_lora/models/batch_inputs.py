@@ -10,7 +10,7 @@ import numpy as np
 
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
 from wgpu_lora.models.row_inputs import NOWHERE, PositionTable, RowInput, Rows
-from wgpu_lora.ops.loss import Targets
+from wgpu_lora.ops.loss.loss import Targets
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device import Device

@@ -13,7 +13,7 @@ from wgpu_lora.models.kv_cache import LayerCache
 from wgpu_lora.models.layer_context import Adapters, LayerContext, LayerWeights
 from wgpu_lora.models.model_config import BIAS, KEPT, MATRIX, VECTOR, ModelConfig, module_of
 from wgpu_lora.ops.embedding import embed
-from wgpu_lora.ops.linear import Linear
+from wgpu_lora.ops.linear.linear import Linear
 from wgpu_lora.ops.norm import rmsnorm
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import Shared, StoredFormats, StoredMatrix, Table, Weight

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.batch_inputs import StepInputs
 from wgpu_lora.models.kv_cache import LayerCache
-from wgpu_lora.ops.adapted_linear import adapted_gated, adapted_linear, adapted_linears
 from wgpu_lora.ops.elementwise import geglu, swiglu
-from wgpu_lora.ops.frozen_product import FrozenMatrix
-from wgpu_lora.ops.linear import Linear
-from wgpu_lora.ops.lora import LoraSlots
+from wgpu_lora.ops.linear.adapted_linear import adapted_gated, adapted_linear, adapted_linears
+from wgpu_lora.ops.linear.frozen_product import FrozenMatrix
+from wgpu_lora.ops.linear.linear import Linear
+from wgpu_lora.ops.linear.lora import LoraSlots
+from wgpu_lora.ops.linear.trained_matrix import TrainedMatrix
 from wgpu_lora.ops.norm import residual_rmsnorm, rmsnorm
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.trained_matrix import TrainedMatrix
 from wgpu_lora.weights.base import Weight
 
 Trained = LoraSlots | TrainedMatrix  # of a module: an adapter beside its matrix, or the matrix itself

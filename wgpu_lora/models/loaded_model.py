@@ -20,18 +20,18 @@ from wgpu_lora.formats.checkpoint_names import note_of_skipped
 from wgpu_lora.formats.gguf.gguf_checkpoint import GGUFCheckpoint
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
+from wgpu_lora.formats.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.formats.tokenizer.tokenizer_files import tokenizer_files
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import with_option_advice
+from wgpu_lora.gpu.memory_leases import claim
 from wgpu_lora.gpu.program import allocate, missing_bytes, release
-from wgpu_lora.memory_leases import claim
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.model_config import ModelConfig, module_of
 from wgpu_lora.models.model_files import read_model
 from wgpu_lora.models.published_shapes import cut
 from wgpu_lora.names.spelling import setting
-from wgpu_lora.text import join_words
-from wgpu_lora.tokenizer.tokenizer import Tokenizer
-from wgpu_lora.tokenizer.tokenizer_files import tokenizer_files
+from wgpu_lora.names.text import join_words
 from wgpu_lora.weights.base import Loading, Packed, WeightSource, scratch_bytes, write
 from wgpu_lora.weights.base_formats import AUTO, DEFAULT_FORMAT, GGUF, GGUF_PATTERN, base_format
 from wgpu_lora.weights.dense import DTYPES

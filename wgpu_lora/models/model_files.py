@@ -15,11 +15,11 @@ from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.packed_checkpoint import PackedCheckpoint
 from wgpu_lora.formats.peft_adapter import CONFIG
 from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
+from wgpu_lora.formats.tokenizer.gguf_tokenizer import read_tokenizer
+from wgpu_lora.formats.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.models.architectures import ARCHITECTURES, load_config, parse_config
 from wgpu_lora.models.model_config import TABLE, ModelConfig
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.tokenizer.gguf_tokenizer import read_tokenizer
-from wgpu_lora.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.weights.base import WeightSource
 
 _AT_A_TIME = 1 << 22  # values that are compared

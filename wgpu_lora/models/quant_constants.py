@@ -15,8 +15,8 @@ from wgpu_lora.models.batch_inputs import StepInputs
 from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.parameters import PAGE_BLOCKS, Place, blocks_of, padded_table, read_arrays, write_array
 from wgpu_lora.ops.gradient_norm import BLOCK
+from wgpu_lora.ops.linear.trained_matrix import TrainedMatrix, snap_f16
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.trained_matrix import TrainedMatrix, snap_f16
 from wgpu_lora.weights.base import ConstantWeight
 
 

@@ -15,7 +15,7 @@ from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
 from wgpu_lora.models.batch_inputs import Segment, StepInputs, Tables
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.parameters import ParameterSet
-from wgpu_lora.ops.loss import sweep, target_logprobs
+from wgpu_lora.ops.loss.loss import sweep, target_logprobs
 from wgpu_lora.ops.recorder import Recorder
 
 

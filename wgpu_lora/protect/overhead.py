@@ -16,12 +16,13 @@ from typing import Any
 from wgpu_lora.bench.brick_results import Writer, header
 from wgpu_lora.bench.training_runs import Work, prepared
 from wgpu_lora.bench.training_step import TRAINING, benchmark_option_names
-from wgpu_lora.child_process import python
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events, StepResult
+from wgpu_lora.files.json_files import to_json
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.json_files import to_json
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.names.text import count_noun
+from wgpu_lora.processes.child_process import python
 from wgpu_lora.protect.checking.check import check
 from wgpu_lora.protect.overhead_results import ORDERS, SCHEMA, VERIFIED, ZEROIZED, Row, make_row, result_file
 from wgpu_lora.protect.policies.policy import Policy
@@ -30,7 +31,6 @@ from wgpu_lora.protect.runs.protected_job import SEALED, read_job
 from wgpu_lora.protect.runs.protected_run import finetune_protected
 from wgpu_lora.protect.sealed.keys import new_data_key, new_signing_key
 from wgpu_lora.protect.sealed.sealed_files import seal_path
-from wgpu_lora.text import count_noun
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run.records import RunRecord

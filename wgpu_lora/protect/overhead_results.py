@@ -12,9 +12,9 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import read_json
-from wgpu_lora.text import count_noun
-from wgpu_lora.typed_json import typed
+from wgpu_lora.files.json_files import read_json
+from wgpu_lora.files.typed_json import typed
+from wgpu_lora.names.text import count_noun
 
 SCHEMA = "wgpu-lora-overhead/1"
 PUBLISHED = Path(__file__).with_name("published_overhead.json")

@@ -11,10 +11,10 @@ from typing import Any
 
 from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import read_toml
+from wgpu_lora.files.json_files import read_toml
+from wgpu_lora.files.paths import check_links, is_path
 from wgpu_lora.names.aliases import real_names
 from wgpu_lora.names.spelling import IN_FILE, flag, naming, with_renamed_options
-from wgpu_lora.paths import check_links, is_path
 from wgpu_lora.train.options.option_fields import DISTILLATION, PREFERENCES, REWARDS
 from wgpu_lora.train.options.training_arguments import PATHS, TrainingArguments, from_values
 from wgpu_lora.train.run.resume import resolve_recorded_path

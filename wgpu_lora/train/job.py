@@ -13,11 +13,11 @@ from safetensors import SafetensorError
 
 from wgpu_lora.errors import StorageError, UserError, reason
 from wgpu_lora.events import SILENT, Events
+from wgpu_lora.files.locks import check_output, lock_file, unlink_lock
+from wgpu_lora.gpu.memory_leases import budget_bytes, claim
 from wgpu_lora.gpu.tuner import Tuner, tuning_enabled
 from wgpu_lora.gpu.tuning_cache import Choices
 from wgpu_lora.gpu.verdicts import verdicts_of
-from wgpu_lora.locks import check_output, lock_file, unlink_lock
-from wgpu_lora.memory_leases import budget_bytes, claim
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.train.data_parallel.leader import DataParallelLeader
 from wgpu_lora.train.loop.slot_policy import Synchronized, make_policy

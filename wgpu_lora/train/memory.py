@@ -13,12 +13,12 @@ from psutil import virtual_memory
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.adapter_modules import resolve_target_modules
 from wgpu_lora.names.spelling import flag, setting, settings
-from wgpu_lora.text import count_noun
+from wgpu_lora.names.text import count_noun
 from wgpu_lora.train.optimizers import optimizer_of
 from wgpu_lora.weights.base_formats import AUTO, DEFAULT_FORMAT, base_format
 
 if TYPE_CHECKING:
-    from wgpu_lora.memory_leases import Budget
+    from wgpu_lora.gpu.memory_leases import Budget
     from wgpu_lora.models.model_config import ModelConfig
     from wgpu_lora.train.options.training_arguments import TrainingArguments
 

@@ -11,9 +11,9 @@ from typing import Any
 from wgpu_lora.data import Source, TokenizedData
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
+from wgpu_lora.files.json_files import read_json
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.json_files import read_json
-from wgpu_lora.memory_leases import claim
+from wgpu_lora.gpu.memory_leases import claim
 from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.models.model_config import ModelConfig

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from wgpu_lora.data.validation_split import check_split
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.paths import is_name
 from wgpu_lora.names.spelling import IN_FILE, flag, naming, setting
-from wgpu_lora.paths import is_name
 
 F32_TINY, F32_MAX = 1.1754943508222875e-38, 3.4028234663852886e38
 FOREVER = -1.0  # of --wait without a number

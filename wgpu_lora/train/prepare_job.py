@@ -11,18 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
 from wgpu_lora.data import Source
 from wgpu_lora.data.memory_rows import SealedRows
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.assets import DEMO_HELDOUT, DEMO_TRAIN
+from wgpu_lora.files.paths import working_folder
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.memory_leases import budget_bytes
+from wgpu_lora.gpu.memory_leases import budget_bytes
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.models.synthetic_models import synthetic_model
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.paths import working_folder
-from wgpu_lora.track.trackers import check_libraries
 from wgpu_lora.train.adapter_tasks import AdapterTask, check_apart, named_apart, request_of
 from wgpu_lora.train.data_parallel.leader import DataParallelLeader, check_shared
 from wgpu_lora.train.job import Job, distinct, locked
@@ -54,6 +53,7 @@ from wgpu_lora.train.run.stop_reasons import FINISHED, OUTCOMES
 from wgpu_lora.train.run.teacher_setup import with_template_date
 from wgpu_lora.train.run.trained_options import fit_length
 from wgpu_lora.train.session.session import Session
+from wgpu_lora.train.track.trackers import check_libraries
 from wgpu_lora.weights.base_formats import AUTO
 
 BATCH_TOKENS = 1024  # of a shared batch, if no adapter's own is larger: enough to fill a GPU

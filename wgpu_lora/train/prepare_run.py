@@ -12,14 +12,14 @@ from wgpu_lora.gpu.tiling import Capabilities
 from wgpu_lora.models.adapter_set import SlotSpec
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.rewards.reward_functions import RewardFunctions
-from wgpu_lora.rewards.tools import Tools
 from wgpu_lora.train.init_methods import offsets
 from wgpu_lora.train.objective_eval import open_unrounded_model
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.grpo import GRPO
 from wgpu_lora.train.objectives.objective import Objective
 from wgpu_lora.train.options.training_arguments import LENGTH_OPTIONS, TrainingArguments
+from wgpu_lora.train.rewards.reward_functions import RewardFunctions
+from wgpu_lora.train.rewards.tools import Tools
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.adapter_init import (
     check_reference_base,

@@ -11,7 +11,7 @@ from typing import Any
 from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.memory_leases import budget_bytes, claim
+from wgpu_lora.gpu.memory_leases import budget_bytes, claim
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.data_parallel import gradient_messages
 from wgpu_lora.train.data_parallel.leader import StepPart, check_shared

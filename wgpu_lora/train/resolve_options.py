@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.assets import asset_dir
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import read_toml
+from wgpu_lora.files.assets import asset_dir
+from wgpu_lora.files.json_files import read_toml
 from wgpu_lora.names.spelling import IN_FILE
 from wgpu_lora.train.options.training_arguments import OUTPUT, TrainingArguments, from_values, named
 

@@ -13,7 +13,7 @@ from typing import Any
 from wgpu_lora.data import pack
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.memory_leases import budget_bytes, claim
+from wgpu_lora.gpu.memory_leases import budget_bytes, claim
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.train.data_statistics import padded_tokens
 from wgpu_lora.train.job import Job

@@ -12,10 +12,10 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.model_files import ModelFiles
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.rewards.tools import Tools
-from wgpu_lora.text import count_noun
+from wgpu_lora.names.text import count_noun
 from wgpu_lora.train.objectives import formats_of, objective_of
 from wgpu_lora.train.options.training_arguments import ROWS_PER_BATCH, TrainingArguments
+from wgpu_lora.train.rewards.tools import Tools
 
 
 def sources_of(args: TrainingArguments, rows: Mapping[str, Source] | None = None) -> tuple[Source, Source | None]:

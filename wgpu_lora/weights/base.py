@@ -15,8 +15,8 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import ALIGNMENT, NUMPY, Storage, Tensor, align, persistent, share_storage, spanning
 from wgpu_lora.ops.embedding import EmbeddingTable
-from wgpu_lora.ops.frozen_product import FrozenMatrix, FrozenProduct
-from wgpu_lora.ops.trained_matrix import TrainedMatrix
+from wgpu_lora.ops.linear.frozen_product import FrozenMatrix, FrozenProduct
+from wgpu_lora.ops.linear.trained_matrix import TrainedMatrix
 
 PIECE_BYTES = 32 << 20  # of a matrix, uploaded at a time
 
@@ -109,7 +109,7 @@ class Weight(StoredMatrix, FrozenMatrix):
     """The matrix of a linear layer.
 
     A format whose matrices can be stored together, so that one dispatch multiplies all of them (see
-    `ops.matrix_stack`), has `operands`, `with_operands` and `fused`.
+    `ops.matmul.matrix_stack`), has `operands`, `with_operands` and `fused`.
     """
 
     @property

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.names.registry import Registry
 from wgpu_lora.names.spelling import setting
-from wgpu_lora.registry import Registry
 from wgpu_lora.weights.lowbit.lowbit_layout import KINDS, PATTERN
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor, persistent
 from wgpu_lora.names.spelling import setting
 from wgpu_lora.ops.embedding import TablePart, embedding_rows
-from wgpu_lora.ops.frozen_product import FrozenProduct
 from wgpu_lora.ops.half_precision import matmul_operand
-from wgpu_lora.ops.matmul import matmul_nn, matmul_nt
+from wgpu_lora.ops.linear.frozen_product import FrozenProduct
+from wgpu_lora.ops.loss.sparse_logits import support_product
+from wgpu_lora.ops.matmul.matmul import matmul_nn, matmul_nt
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.sparse_logits import support_product
 from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared, Weight, read, write
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
 

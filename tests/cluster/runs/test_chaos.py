@@ -12,8 +12,8 @@ from random import Random
 from typing import Any
 
 from support.cli import flags
-from support.cluster_runs import SMALL_STEPS, cluster, rows_of, status
-from support.hosts import Host, Hosts, drivers_here, until
+from support.cluster.cluster_runs import SMALL_STEPS, cluster, rows_of, status
+from support.cluster.hosts import Host, Hosts, drivers_here, until
 from support.sampling import FULL, seeds
 
 from wgpu_lora.train.run.training_log import LOG, read_log

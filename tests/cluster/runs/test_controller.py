@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import ray
 from support.cli import QWEN2, SMALL, write_rows
-from support.hosts import WAIT
+from support.cluster.hosts import WAIT
 
 from wgpu_lora.cluster.cluster_connection import Cluster
 from wgpu_lora.cluster.messages import (

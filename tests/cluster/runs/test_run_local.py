@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from support.cli import QWEN2, ROWS, flags, write_rows
-from support.hosts import WAIT
+from support.cluster.hosts import WAIT
 
-from wgpu_lora.cluster import local_ray as local
+from wgpu_lora.cluster.launch import local_ray as local
 
 SMALL = {"model": QWEN2, "max_length": 16, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
 
@@ -125,7 +125,7 @@ def test_other_machines_reach_nothing(commands: Commands, monkeypatch: pytest.Mo
     commands.environment["RAY_AUTH_TOKEN"] = "f" * 64
     running, _ = local.start_ray(lambda: {"webgpu:x": 1})
     assert commands.status()["nodes"][0]["address"] == local.HERE  # the controller and the host's actor run
-    from wgpu_lora.cluster import node_processes as processes
+    from wgpu_lora.cluster.launch import node_processes as processes
 
     listeners = processes.listening(running.mark)
     assert {"gcs_server", "raylet", "ray.util.client.server", "ray::RunController"} <= {
@@ -139,7 +139,7 @@ def test_a_ray_that_was_killed_is_forgotten(commands: Commands) -> None:
     assert fresh
     assert oct(Path(running.place, "token").stat().st_mode)[-3:] == "600"
     assert local.start_ray(dict) == (running, False)
-    from wgpu_lora.cluster import node_processes as processes
+    from wgpu_lora.cluster.launch import node_processes as processes
 
     for process in processes.of_cluster(running.mark).values():
         process.kill()

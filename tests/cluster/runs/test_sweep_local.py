@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.hosts import WAIT
+from support.cluster.hosts import WAIT
 from support.sampling import sample
 
 pytest.importorskip("ray.tune")

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 from support.cli import flags, write_rows
-from support.cluster_runs import cluster, rows_of, status
-from support.hosts import Host, Hosts, drivers_here, until
+from support.cluster.cluster_runs import cluster, rows_of, status
+from support.cluster.hosts import Host, Hosts, drivers_here, until
 
-from wgpu_lora.proof.checks import DEVICE_TOLERANCE
+from wgpu_lora.cli.proof.checks import DEVICE_TOLERANCE
 from wgpu_lora.train.run.training_log import LOG, read_log
 
 COUNT = 8
@@ -51,8 +51,8 @@ save_speed(devices_here()[0], Speed(float(sys.argv[1]), joined_speedup=1.0))
 HOLD = """
 import time
 from wgpu_lora.gpu.device_list import list_devices
-from wgpu_lora.memory_leases import Ledger, budget_bytes, device_key
-from wgpu_lora.memory_leases.lease_queue import take
+from wgpu_lora.gpu.memory_leases import Ledger, budget_bytes, device_key
+from wgpu_lora.gpu.memory_leases.lease_queue import take
 listed = list_devices()
 budget = budget_bytes(listed[0]).bytes
 with take(Ledger(device_key(listed[0], listed)), budget, budget, "somebody's own"):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from support.cli import QWEN2, ROWS, SMALL, flags, write_rows
-from support.hosts import Host, Hosts, until
-from support.sshd import make_client, ssh_installed, start_sshd
+from support.cluster.hosts import Host, Hosts, until
+from support.cluster.sshd import make_client, ssh_installed, start_sshd
 
 pytestmark = [
     pytest.mark.skipif(not ssh_installed(), reason="scripts/install_cluster.sh has not been run"),
@@ -29,7 +29,7 @@ THROUGH_TUNNEL = """
 import os, subprocess, sys
 from pathlib import Path
 from wgpu_lora.cluster.cluster_file import read_cluster_file
-from wgpu_lora.cluster.ssh import tunnel
+from wgpu_lora.cluster.launch.ssh import tunnel
 with tunnel(read_cluster_file(Path(sys.argv[1]))) as (address, token):
     env = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     subprocess.run([sys.executable, "-c", sys.argv[2], address], env=env, check=True)

@@ -15,13 +15,13 @@ from typing import Any
 import cffi
 import pytest
 
-from wgpu_lora.assets import DEMO_HELDOUT
-from wgpu_lora.cli import main
-from wgpu_lora.proof.checks import resuming_is_exact
-from wgpu_lora.proof.cuda_check import look_into, no_cuda, package_libraries
-from wgpu_lora.proof.proof_context import Check, Result, carry_out, count_leaked_rows, request_of
-from wgpu_lora.proof.proof_run import render
-from wgpu_lora.proof.watched_workers import EVENTS, Children, command_of, record_own_process
+from wgpu_lora.cli.app import main
+from wgpu_lora.cli.proof.checks import resuming_is_exact
+from wgpu_lora.cli.proof.cuda_check import look_into, no_cuda, package_libraries
+from wgpu_lora.cli.proof.proof_context import Check, Result, carry_out, count_leaked_rows, request_of
+from wgpu_lora.cli.proof.proof_run import render
+from wgpu_lora.cli.proof.watched_workers import EVENTS, Children, command_of, record_own_process
+from wgpu_lora.files.assets import DEMO_HELDOUT
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.training_log import LOG
 
@@ -43,7 +43,7 @@ def test_what_python_opens_is_not_the_driver_s_doing(tmp_path: Path, monkeypatch
     (tmp_path / "sitecustomize.py").write_text("\n".join(lines))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(
-        "wgpu_lora.proof.cuda_check.required", lambda package: set()
+        "wgpu_lora.cli.proof.cuda_check.required", lambda package: set()
     )  # unknown, which hides no other fault
     finding = watched(tmp_path, monkeypatch)
     assert finding.status == "failed"
@@ -58,7 +58,7 @@ def test_what_the_loader_brings_is_explained_by_what_was_looked_at(
 ) -> None:
     """Not opened through Python: linked by another library, as a driver's own are."""
     icd, cuda = fake(tmp_path, "libGLX_nvidia.so.0", "libcuda.so.1")
-    monkeypatch.setattr("wgpu_lora.proof.watched_workers.libraries", lambda pid: {str(icd), str(cuda)})
+    monkeypatch.setattr("wgpu_lora.cli.proof.watched_workers.libraries", lambda pid: {str(icd), str(cuda)})
     finding = watched(tmp_path, monkeypatch)
     assert finding.status == "passed", finding.reason
     figures = finding.figures["cuda_of_the_driver"]
@@ -73,7 +73,7 @@ def test_what_the_loader_brings_is_explained_by_what_was_looked_at(
 
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     """Check 6 after one child."""
-    monkeypatch.setattr("wgpu_lora.proof.cuda_check.cuda_packages", lambda names: [])  # tests may have torch
+    monkeypatch.setattr("wgpu_lora.cli.proof.cuda_check.cuda_packages", lambda names: [])  # tests may have torch
     children = Children(tmp_path / "out")
     try:
         children.run("child", "proof-devices", select="0")
@@ -159,7 +159,7 @@ def test_strict_wants_everything_proven(
     arguments: list[str], status: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checks = [Check(n, "x", status if n == 2 else "passed", 0.0, "") for n in range(1, 10)]
-    monkeypatch.setattr("wgpu_lora.proof.proof_run.prove", lambda *_, **__: Result(checks, tmp_path))
+    monkeypatch.setattr("wgpu_lora.cli.proof.proof_run.prove", lambda *_, **__: Result(checks, tmp_path))
     assert main(["prove", *arguments]) == code
     assert Result([], tmp_path).code == 1
 

@@ -16,12 +16,13 @@ from typing import Any
 import psutil
 import pytest
 from support.cli import QWEN2, ROWS, write_rows
-from support.pages import Page
+from support.web.pages import Page
 
-from wgpu_lora.assets import DEMO_HELDOUT
-from wgpu_lora.cli import main
+from wgpu_lora.cli.app import main
+from wgpu_lora.files.assets import DEMO_HELDOUT
 
-PROVE = [sys.executable, "-c", "import sys; from wgpu_lora.cli import main; sys.exit(main(['prove', *sys.argv[1:]]))"]
+CODE = "import sys; from wgpu_lora.cli.app import main; sys.exit(main(['prove', *sys.argv[1:]]))"
+PROVE = [sys.executable, "-c", CODE]
 LINUX = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="needs Linux: reads /proc and preloads a library"
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from securesystemslib.dsse import Envelope
 
-from support.attesting import Job, claimed
+from support.protect.attesting import Job, claimed
 from wgpu_lora.protect.attestation import claims
 from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.sealed.keys import SessionKeys

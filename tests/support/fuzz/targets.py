@@ -24,22 +24,22 @@ from support import FIXTURES, MODELS
 from support.fuzz import evidence
 from support.fuzz.mutators import of_json, of_parts, of_rows, of_safetensors, of_template
 from support.fuzz.tokenizers import of_tokenizer
-from support.preferences import Preferences
-from wgpu_lora.assets import DEMO_MODEL as DEMO
-from wgpu_lora.child_process import Limits
+from support.rows.preferences import Preferences
 from wgpu_lora.data import Tokenizer, tokenize_source
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.assets import DEMO_MODEL as DEMO
 from wgpu_lora.formats import peft_adapter, peft_config
 from wgpu_lora.formats.packed_checkpoint import PackedCheckpoint
 from wgpu_lora.formats.safetensors_checkpoint import INDEX, Checkpoint
 from wgpu_lora.formats.safetensors_header import read_header
+from wgpu_lora.formats.tokenizer import gguf_tokenizer, tokenizer, tokenizer_process
+from wgpu_lora.formats.tokenizer.local_tokenizer import LocalTokenizer
 from wgpu_lora.models.architectures import load_config
 from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.model_files import read_model
 from wgpu_lora.models.rotary_embedding import inv_freq
+from wgpu_lora.processes.child_process import Limits
 from wgpu_lora.protect.sealed import archive
-from wgpu_lora.tokenizer import gguf_tokenizer, tokenizer, tokenizer_process
-from wgpu_lora.tokenizer.local_tokenizer import LocalTokenizer
 from wgpu_lora.weights.base import Packed
 from wgpu_lora.weights.lowbit.lowbit import quantised
 from wgpu_lora.weights.lowbit.lowbit_files import LowBitFiles
@@ -197,7 +197,7 @@ def rows(place: Path) -> Run:
 
 
 def run_cli(*arguments: object) -> None:
-    from wgpu_lora.cli import main  # not instrumented
+    from wgpu_lora.cli.app import main  # not instrumented
 
     assert main(list(map(str, arguments))) == 0
 

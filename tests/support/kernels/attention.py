@@ -9,7 +9,7 @@ import numpy as np
 from support.kernels import CASES, NONE, Arrays, Case, add, normal, poison, synthetic, u32
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.reference_values import as_float64
-from wgpu_lora.ops import attention
+from wgpu_lora.ops.attention import attention
 
 
 def packed(*segments: int, window: int = NONE) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from support.kernels import NONE, Arrays, add, normal, poison, u32
-from wgpu_lora.ops.delta_net import delta_chunks, delta_scan
+from wgpu_lora.ops.attention.delta_net import delta_chunks, delta_scan
 
 
 def runs_of(*lengths: int, padding: int = 0, states: tuple[int, ...] = (), fresh: tuple[int, ...] = ()) -> np.ndarray:

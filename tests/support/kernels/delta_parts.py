@@ -8,8 +8,9 @@ import numpy as np
 
 from support.kernels import Arrays, add, normal, poison
 from support.kernels.delta import KEPT, ROWS, RUNS, without
-from wgpu_lora.ops import attention_gate, norm
-from wgpu_lora.ops.delta_net import causal_conv
+from wgpu_lora.ops import norm
+from wgpu_lora.ops.attention import attention_gate
+from wgpu_lora.ops.attention.delta_net import causal_conv
 
 COLS, KEY_COLS = 13, 3
 PARTS: dict[str, Any] = {"rows": ROWS, "cols": COLS, "taps": 4}

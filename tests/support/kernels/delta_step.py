@@ -8,7 +8,7 @@ import numpy as np
 
 from support.kernels import Arrays, add, normal, poison
 from support.kernels.delta import runs_of
-from wgpu_lora.ops.delta_net import delta_step
+from wgpu_lora.ops.attention.delta_net import delta_step
 
 # A sequence that begins, one that goes on with several rows, one that has no rows, one of a row, and padding.
 RUNS = runs_of(1, 5, 1, padding=2, states=(1, 3, 0), fresh=(1,))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from support.kernels import Arrays, add, normal, poison, u32
-from wgpu_lora.ops.sparse_logits import LOWEST
+from wgpu_lora.ops.loss.sparse_logits import LOWEST
 from wgpu_lora.train.objectives import kd
 
 ROWS, STRIDE = 67, 128

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from support.kernels import Arrays, add, normal, poison, u32
-from wgpu_lora.ops import dora
+from wgpu_lora.ops.linear import dora
 
 ROWS, COLS, STRIDE = 100, 37, 64
 RANGES = u32(3, 70, 70, 70, 80, 95).reshape(3, 2)  # of three slots, one without rows

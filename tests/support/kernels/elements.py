@@ -10,9 +10,10 @@ from support.kernels import NONE, Arrays, add, normal, poison
 from wgpu_lora.bench import device_ceilings
 from wgpu_lora.gpu.kernel import cdiv
 from wgpu_lora.gpu.reference_values import as_float64, random_values
-from wgpu_lora.ops import elementwise, embedding, rope
+from wgpu_lora.ops import elementwise, embedding
 from wgpu_lora.ops import elementwise as columns
 from wgpu_lora.ops import embedding as capped
+from wgpu_lora.ops.attention import rope
 from wgpu_lora.weights.nf4 import nf4, nf4_products
 from wgpu_lora.weights.nf4.nf4_reference import DYNAMIC_CODE
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from support.kernels import Arrays, add, normal, poison, u32
-from wgpu_lora.ops import linear
+from wgpu_lora.ops.linear import linear
 from wgpu_lora.weights.lowbit import kmeans_kernels
 from wgpu_lora.weights.lowbit.kmeans_kernels import BINS
 from wgpu_lora.weights.lowbit.lowbit_layout import word_rows

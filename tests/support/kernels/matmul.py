@@ -8,9 +8,9 @@ import numpy as np
 
 from support.kernels import SLOT_ROWS, SLOTS, Arrays, add, synthetic, u32, unslotted
 from wgpu_lora.gpu.kernel import Kernel, cdiv
-from wgpu_lora.ops import matmul
-from wgpu_lora.ops.matmul_tuning import block
-from wgpu_lora.ops.matrix_stack import factor_region
+from wgpu_lora.ops.matmul import matmul
+from wgpu_lora.ops.matmul.matmul_tuning import block
+from wgpu_lora.ops.matmul.matrix_stack import factor_region
 from wgpu_lora.weights.nf4 import nf4_products
 
 

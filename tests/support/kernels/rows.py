@@ -7,7 +7,8 @@ import numpy as np
 
 from support.kernels import SLOT_ROWS, SLOTS, Arrays, add, normal, poison, u32, unslotted
 from wgpu_lora.gpu.reference_values import random_values
-from wgpu_lora.ops import gradient_norm, half_precision, loss, norm, sparse_logits
+from wgpu_lora.ops import gradient_norm, half_precision, norm
+from wgpu_lora.ops.loss import loss, sparse_logits
 from wgpu_lora.train.objectives import sft
 
 

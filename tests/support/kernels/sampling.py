@@ -6,7 +6,8 @@ import numpy as np
 
 from support.kernels import NONE, Arrays, add, normal, poison, u32
 from wgpu_lora.infer.sampling import Sampler
-from wgpu_lora.ops import rope, sampling
+from wgpu_lora.ops.attention import rope
+from wgpu_lora.ops.loss import sampling
 
 ROWS, VOCAB, FIRST, COLS = 5, 301, 64, 171
 

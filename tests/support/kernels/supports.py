@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from support.kernels import NONE, Arrays, add, normal, poison, u32
-from wgpu_lora.ops import sparse_logits
+from wgpu_lora.ops.loss import sparse_logits
 
 ROWS, KEPT, COLS, WIDTH, FIRST, COUNT = 67, 5, 37, 10, 74, 61
 

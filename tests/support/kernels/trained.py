@@ -6,7 +6,7 @@ import numpy as np
 
 from support.kernels import Arrays, add, normal, poison, u32
 from wgpu_lora.gpu.kernel import cdiv
-from wgpu_lora.ops.trained_matrix import snap_f16
+from wgpu_lora.ops.linear.trained_matrix import snap_f16
 from wgpu_lora.weights.lowbit.lowbit_layout import constant_count, table_size, word_rows
 from wgpu_lora.weights.lowbit.lowbit_training import SLICE, codes_gradient, codes_gradient_sum
 

@@ -17,19 +17,20 @@ import numpy as np
 import pytest
 import tokenizers as huggingface
 from safetensors import numpy as safetensors
-from support import ROOT, tokenizers
-from support.browser import Browser, browser, served
+from support import ROOT
+from support.rows import tokenizers
+from support.web.browser import Browser, browser, served
 
 import wgpu_lora
-from wgpu_lora.assets import DEMO_MODEL, DEMO_TRAIN
 from wgpu_lora.data.example_formats import parse_example
+from wgpu_lora.files.assets import DEMO_MODEL, DEMO_TRAIN
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
+from wgpu_lora.formats.tokenizer.label_mask import tokenize_example
+from wgpu_lora.formats.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.models.loaded_model import open_model
-from wgpu_lora.tokenizer.label_mask import tokenize_example
-from wgpu_lora.tokenizer.tokenizer import Tokenizer
-from wgpu_lora.web import site as web_site
-from wgpu_lora.web.recording import web_device
-from wgpu_lora.web.site import WebOptions, tokenizer_facts, write_site
+from wgpu_lora.train.web import site as web_site
+from wgpu_lora.train.web.recording import web_device
+from wgpu_lora.train.web.site import WebOptions, tokenizer_facts, write_site
 
 OPTIONS = {"rows": 1, "tokens": 64, "context": 128}
 STEPS, ROWS, HELD_OUT = 20, 48, 8
@@ -80,7 +81,7 @@ class Native:
             "name": "demo", "layers": 0, "options": OPTIONS, "steps": STEPS, "output": str(self.output),
             "data": str(directory / "train.jsonl"), "heldout": str(directory / "heldout.jsonl"),
         }  # fmt: skip
-        command = [sys.executable, "-m", "tests.support.web_run", json.dumps(arguments)]
+        command = [sys.executable, "-m", "tests.support.web.web_run", json.dumps(arguments)]
         process = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         self.result: dict[str, Any] = json.loads(process.stdout)
 

@@ -8,10 +8,10 @@ from wgpu_lora.bench.brick import Context, Extra, SessionWorkload, new_bytes
 from wgpu_lora.bench.reference_check import ReferenceErrors, check
 from wgpu_lora.bench.timing import Timings
 from wgpu_lora.bench.training_step import SlotStep, fill_with_random_state, largest
+from wgpu_lora.gpu.memory_leases import budget_bytes
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.timer import clock_of
 from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
-from wgpu_lora.memory_leases import budget_bytes
 from wgpu_lora.models.adapter_modules import ALL, resolve_target_modules
 from wgpu_lora.train.session.session import Session
 

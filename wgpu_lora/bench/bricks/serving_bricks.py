@@ -22,7 +22,7 @@ from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
 from wgpu_lora.infer.engine_programs import EngineLimits, Programs, StepRows
 from wgpu_lora.infer.generator import Generator
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.ops.attention import BLOCK
+from wgpu_lora.ops.attention.attention import BLOCK
 from wgpu_lora.weights.base_formats import base_format
 from wgpu_lora.weights.gguf.gguf_formats import FORMATS
 from wgpu_lora.weights.lowbit.lowbit import LowBitWeight

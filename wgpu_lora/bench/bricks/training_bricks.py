@@ -15,7 +15,7 @@ from wgpu_lora.bench.training_step import SlotStep, adapter_set, fill_adapters, 
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.model_config import MATRIX
 from wgpu_lora.models.published_shapes import cut
-from wgpu_lora.ops.loss import SweepGradient, Targets, seed, sum_by_slot, sweep
+from wgpu_lora.ops.loss.loss import SweepGradient, Targets, seed, sum_by_slot, sweep
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.objective import Scoring
 from wgpu_lora.train.options.training_arguments import TrainingArguments

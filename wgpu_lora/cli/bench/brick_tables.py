@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from wgpu_lora.bench.brick_results import BROKEN, HOLDS, NOISY, Comparison, Result
 from wgpu_lora.bench.device_ceilings import Ceilings
-from wgpu_lora.text import count_noun, percent
+from wgpu_lora.names.text import count_noun, percent
 
 if TYPE_CHECKING:
     from wgpu_lora.bench.result_comparison import Figure

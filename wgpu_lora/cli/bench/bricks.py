@@ -83,7 +83,7 @@ def protected(
     from wgpu_lora.bench.training_runs import Work
     from wgpu_lora.bench.training_step import training_options
     from wgpu_lora.protect.overhead import measure_overhead
-    from wgpu_lora.track.run_recorder import remarks
+    from wgpu_lora.train.track.run_recorder import remarks
 
     options = {
         "tokens": tokens, "batch": batch, "accumulation": accumulation, "data": data, "model": model, "rank": rank,
@@ -221,7 +221,7 @@ def bricks(
         raise UserError("--model and --shape are both given: leave one of them out.")
     from wgpu_lora.bench.contract import OPTIONS, brick_names, load_contract
     from wgpu_lora.gpu.tuner import tuning_enabled
-    from wgpu_lora.track.run_recorder import remarks
+    from wgpu_lora.train.track.run_recorder import remarks
 
     names = brick_names() if everything else list(dict.fromkeys(brick or []))
     options = {option for name in names for option in load_contract(name).options}

@@ -13,7 +13,7 @@ from wgpu_lora.cli.command import Command, Group
 from wgpu_lora.cli.console import console, table
 from wgpu_lora.cli.parameters import BaseDtype, Device
 from wgpu_lora.errors import UserError
-from wgpu_lora.text import count_noun
+from wgpu_lora.names.text import count_noun
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from wgpu_lora.cli.console import console, line, table
 from wgpu_lora.cli.parameters import BaseDtype, Device, Goal, InRunLog, Notes
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
-from wgpu_lora.text import count_noun
+from wgpu_lora.names.text import count_noun
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def max_batch(
     from wgpu_lora.bench.brick_results import Writer
     from wgpu_lora.bench.training_step import ROW, benchmark_option_names, chosen_model
     from wgpu_lora.gpu.device import Device as OpenedDevice
-    from wgpu_lora.track.run_recorder import remarks
     from wgpu_lora.train.options.training_arguments import TrainingArguments
+    from wgpu_lora.train.track.run_recorder import remarks
 
     with benchmark_option_names(ROW):
         args = TrainingArguments(max_length=tokens, lora_r=rank, base_dtype=base_dtype, compute_dtype=compute_dtype)

@@ -54,7 +54,7 @@ def profile(
     if rounds < 1:
         raise UserError(f"--rounds must be at least 1, not {rounds}.")
     if trace:
-        from wgpu_lora.atomic import check_file
+        from wgpu_lora.files.atomic import check_file
 
         check_file(Path(trace), "--trace")
     from wgpu_lora.bench.brick_results import header

@@ -35,8 +35,8 @@ def serve(
 
     The figures in --json have the names of 'vllm bench serve'.
     """
-    from wgpu_lora.serve.client import ServerClient
-    from wgpu_lora.serve.load_test import measure
+    from wgpu_lora.infer.serve.client import ServerClient
+    from wgpu_lora.infer.serve.load_test import measure
 
     loads = [int(text) for text in max_concurrency.split(",") if text.strip().isdecimal()]
     if not loads or min(num_prompts, input_len, output_len, *loads) < 1:

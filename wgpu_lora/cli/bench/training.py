@@ -15,7 +15,7 @@ from wgpu_lora.cli.finetune import speed
 from wgpu_lora.cli.parameters import Device, Goal, InRunLog, Notes, refuse_unused
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
-from wgpu_lora.text import count_noun
+from wgpu_lora.names.text import count_noun
 from wgpu_lora.train.run.stop_reasons import FINISHED
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def training(
     from wgpu_lora.bench.larger_models import GRADES, LARGER
     from wgpu_lora.bench.training_runs import Work, run_training, summary_text
     from wgpu_lora.bench.training_step import training_options
-    from wgpu_lora.track.run_recorder import remarks
+    from wgpu_lora.train.track.run_recorder import remarks
 
     options = {
         "tokens": tokens, "batch": batch, "accumulation": accumulation, "data": data, "model": model, "rank": rank,

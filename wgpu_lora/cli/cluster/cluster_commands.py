@@ -26,7 +26,7 @@ from wgpu_lora.cli.finetune import Adapters, AdaptersConfig
 from wgpu_lora.cli.parameters import Json, is_given, training_options, warn_unused
 from wgpu_lora.cluster.cluster_file import SWEEP, RunOptions, SweepOptions
 from wgpu_lora.errors import UserError
-from wgpu_lora.installation import program
+from wgpu_lora.files.installation import program
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def up(file: File) -> None:
     """
     from wgpu_lora.cluster.cluster_connection import check_ray
     from wgpu_lora.cluster.cluster_file import read_cluster_file
-    from wgpu_lora.cluster.launcher import up
+    from wgpu_lora.cluster.launch.launcher import up
 
     check_ray()
     up(read_cluster_file(file), line)
@@ -130,9 +130,9 @@ def down(file: ClusterToml = None, local: Here = False) -> None:
     """End Ray and all jobs on the hosts of a cluster file, or on this machine. Checkpoints and results stay."""
     from wgpu_lora.cluster.cluster_connection import check_ray
     from wgpu_lora.cluster.cluster_file import read_cluster_file
-    from wgpu_lora.cluster.launcher import down
-    from wgpu_lora.cluster.local_ray import end_local
-    from wgpu_lora.cluster.state_file import unfinished_runs
+    from wgpu_lora.cluster.controller.state_file import unfinished_runs
+    from wgpu_lora.cluster.launch.launcher import down
+    from wgpu_lora.cluster.launch.local_ray import end_local
 
     if local is (file is not None):
         raise UserError("Give either -f cluster.toml or --local: the cluster to end.")

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 
 from wgpu_lora.cli.cluster.run_table import Table, report
 from wgpu_lora.cli.console import line
-from wgpu_lora.cluster import local_ray
 from wgpu_lora.cluster.cluster_connection import Cluster, ClusterGone, Target, connected
+from wgpu_lora.cluster.controller.state_file import unfinished_runs
+from wgpu_lora.cluster.launch import local_ray
 from wgpu_lora.cluster.messages import RunRequest, Task
 from wgpu_lora.cluster.node_versions import difference, own_versions
 from wgpu_lora.cluster.preflight import check_here, listed_hosts, missing_hosts, request_of, surveyed
 from wgpu_lora.cluster.run_results import write_evaluations
 from wgpu_lora.cluster.run_status import Followed, chosen_run, follow, snapshot_of
-from wgpu_lora.cluster.state_file import unfinished_runs
 from wgpu_lora.errors import UserError
-from wgpu_lora.installation import program
-from wgpu_lora.signals import on_end_signal
-from wgpu_lora.text import count_noun, join_words
+from wgpu_lora.files.installation import program
+from wgpu_lora.names.text import count_noun, join_words
+from wgpu_lora.processes.signals import on_end_signal
 
 if TYPE_CHECKING:
     from wgpu_lora.cluster.cluster_file import RunOptions, SweepOptions

@@ -18,8 +18,8 @@ from wgpu_lora.cli.training_progress import Trend
 from wgpu_lora.cluster.messages import EventLine, Snapshot, TaskView
 from wgpu_lora.cluster.run_status import GOOD, Followed, places_of
 from wgpu_lora.cluster.sweep import ranked, value_of, write_results
-from wgpu_lora.installation import program
-from wgpu_lora.text import count_noun, duration, escape_unprintable, join_words
+from wgpu_lora.files.installation import program
+from wgpu_lora.names.text import count_noun, duration, escape_unprintable, join_words
 from wgpu_lora.train.memory import format_bytes
 
 TREND = 10  # bars of a loss

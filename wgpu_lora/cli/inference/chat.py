@@ -32,8 +32,8 @@ from wgpu_lora.cli.inference.server import OWN, Url
 from wgpu_lora.cli.inference.slash_commands import SlashCommands
 from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Model, is_given, refuse_unused
 from wgpu_lora.errors import UserError
-from wgpu_lora.signals import ENDING, on_end_signal
-from wgpu_lora.text import escape_unprintable
+from wgpu_lora.names.text import escape_unprintable
+from wgpu_lora.processes.signals import ENDING, on_end_signal
 from wgpu_lora.weights.base_formats import AUTO
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ def chat(
     }
     if url:
         from wgpu_lora.infer.generation_options import generation_options
-        from wgpu_lora.serve.client import ServerClient
-        from wgpu_lora.serve.served_chat import ServedChat
+        from wgpu_lora.infer.serve.client import ServerClient
+        from wgpu_lora.infer.serve.served_chat import ServedChat
 
         refuse_unused(ctx, (*OWN, "max_length"), "with --url")
         limit = max_new_tokens if is_given(ctx, "max_new_tokens") else None

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import console, is_terminal, line
-from wgpu_lora.text import count_noun, escape_unprintable
+from wgpu_lora.names.text import count_noun, escape_unprintable
 
 if TYPE_CHECKING:
-    from wgpu_lora.infer import Evaluation
     from wgpu_lora.infer.answers import Answer
+    from wgpu_lora.infer.perplexity import Evaluation
 
 
 def as_rows(results: Mapping[str, Any], adapters: Mapping[str, Path]) -> list[dict[str, Any]]:

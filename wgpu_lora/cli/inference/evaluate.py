@@ -31,7 +31,7 @@ from wgpu_lora.cli.run_summary import SHOWN, show_comparisons
 from wgpu_lora.errors import NotFiniteError
 from wgpu_lora.events import Evaluating
 from wgpu_lora.names.choices import OVERFLOW
-from wgpu_lora.text import count_noun, escape_unprintable
+from wgpu_lora.names.text import count_noun, escape_unprintable
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.weights.base_formats import AUTO
 

@@ -27,7 +27,7 @@ from wgpu_lora.cli.inference.sampling_options import (
 from wgpu_lora.cli.inference.server import OWN, Url, served_answers
 from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Json, Model, is_given, refuse_unused
 from wgpu_lora.errors import UserError
-from wgpu_lora.text import count_noun, escape_unprintable
+from wgpu_lora.names.text import count_noun, escape_unprintable
 from wgpu_lora.weights.base_formats import AUTO
 
 if TYPE_CHECKING:
@@ -99,12 +99,12 @@ def generate(
         "seed": seed,
     }
     from wgpu_lora.infer.generation_options import generation_options
-    from wgpu_lora.serve.client import ServerClient
+    from wgpu_lora.infer.serve.client import ServerClient
 
     no_prompts = not prompt and prompts is None
     if no_prompts and not (as_json or output or batch_size) and is_terminal(sys.stdin) and is_terminal(sys.stdout):
         from wgpu_lora.cli.inference.chat import ChatSession, run_chat
-        from wgpu_lora.serve.served_chat import ServedChat
+        from wgpu_lora.infer.serve.served_chat import ServedChat
 
         if url:
             refuse_unused(ctx, OWN, "with --url")
@@ -118,12 +118,12 @@ def generate(
         refuse_unused(ctx, ("as_json",), "with --output or --prompts, whose answers are JSONL")
     if prompt and prompts:
         raise UserError("--prompt and --prompts cannot be combined: give one of them.")
-    from wgpu_lora.atomic import check_new, write_new_bytes
+    from wgpu_lora.files.atomic import check_new, write_new_bytes
+    from wgpu_lora.files.json_files import to_json
     from wgpu_lora.infer.answers import answer_table, notes_for, tokenizer_of
     from wgpu_lora.infer.named_adapters import BASE, model_of, named_adapters, slots_of
     from wgpu_lora.infer.prompt_file import Request, kept_on_failure, read_requests, row_of, to_jsonl
     from wgpu_lora.infer.prompts import check_text, prompt_notes
-    from wgpu_lora.json_files import to_json
     from wgpu_lora.models.loaded_model import open_model
 
     # Check the options before anything is opened.

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import Bar, TensorBar, console, line, print_json, table
 from wgpu_lora.errors import UserError
-from wgpu_lora.text import count_noun, escape_unprintable, join_words
+from wgpu_lora.names.text import count_noun, escape_unprintable, join_words
 
 if TYPE_CHECKING:
-    from wgpu_lora.checks.pass_at_k import PassRates, Sample
     from wgpu_lora.data import Source
     from wgpu_lora.models.loaded_model import LoadedModel
+    from wgpu_lora.train.checks.pass_at_k import PassRates, Sample
 
 WARM = 0.8  # temperature of several samples (Chen et al. 2021 use it for pass@100)
 LONGEST = 3600.0  # seconds of a check
@@ -38,17 +38,17 @@ def evaluate_checks(
     log_facts: Mapping[str, Any],
 ) -> int:
     """Run the command; options: of `measure`; opening: device and type of the base; log_facts: for the run log."""
-    from wgpu_lora.atomic import check_new, write_new_bytes
-    from wgpu_lora.checks.coding_problems import read_problems
-    from wgpu_lora.checks.pass_at_k import check_settings, measure, parse_ks
     from wgpu_lora.data import heldout_data
+    from wgpu_lora.files.atomic import check_new, write_new_bytes
     from wgpu_lora.infer.answers import notes_for
     from wgpu_lora.infer.generation_options import generation_options
     from wgpu_lora.infer.named_adapters import BASE, model_of, named_adapters, slots_of
     from wgpu_lora.infer.prompt_file import kept_on_failure, to_jsonl
     from wgpu_lora.models.loaded_model import open_model
-    from wgpu_lora.track.run_recorder import remarks
+    from wgpu_lora.train.checks.coding_problems import read_problems
+    from wgpu_lora.train.checks.pass_at_k import check_settings, measure, parse_ks
     from wgpu_lora.train.run.trained_options import evaluation_rows
+    from wgpu_lora.train.track.run_recorder import remarks
 
     # Check everything before a model is opened.
     ks = parse_ks(pass_at_k, samples)
@@ -121,8 +121,8 @@ def _recorded(
     config: Mapping[str, Any],
 ) -> Iterator[dict[str, dict[str, Any]]]:
     """Entries of the run log by name, for the results."""
-    from wgpu_lora.track.run_log import DataFile, run_name
-    from wgpu_lora.track.run_recorder import device_facts, given_options, recorded
+    from wgpu_lora.train.track.run_log import DataFile, run_name
+    from wgpu_lora.train.track.run_recorder import device_facts, given_options, recorded
 
     quant = model.decoder.base_dtype
     with ExitStack() as stack:

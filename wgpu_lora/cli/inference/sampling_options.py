@@ -9,7 +9,7 @@ import typer
 
 from wgpu_lora.cli.console import is_terminal
 from wgpu_lora.cli.parameters import THINKING, choice
-from wgpu_lora.text import escape_unprintable
+from wgpu_lora.names.text import escape_unprintable
 
 System = Annotated[str | None, typer.Option(help="System message of the chat template.")]
 PromptFormat = Annotated[

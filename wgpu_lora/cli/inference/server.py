@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from wgpu_lora.infer.answers import Answer
     from wgpu_lora.infer.generation_options import GenerationOptions
     from wgpu_lora.infer.prompts import Prompt
-    from wgpu_lora.serve.client import ServerClient
+    from wgpu_lora.infer.serve.client import ServerClient
 
 Url = Annotated[
     str | None,
@@ -28,9 +28,9 @@ def served_answers(
     client: ServerClient, prompts: Sequence[Prompt], settings: GenerationOptions, at_once: int
 ) -> list[Answer]:
     """A server's answers to prompts, in order. Raises UserError."""
+    from wgpu_lora.formats.tokenizer.examples import Alpaca, Completion
     from wgpu_lora.infer.answers import Answer
-    from wgpu_lora.serve.client import request_of
-    from wgpu_lora.tokenizer.examples import Alpaca, Completion
+    from wgpu_lora.infer.serve.client import request_of
 
     def answer(prompt: Prompt) -> Answer:
         if isinstance(prompt, Alpaca):

@@ -10,10 +10,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wgpu_lora.atomic import write_new_bytes
 from wgpu_lora.errors import UserError
-from wgpu_lora.locks import is_directory
-from wgpu_lora.text import count_noun, join_words
+from wgpu_lora.files.atomic import write_new_bytes
+from wgpu_lora.files.locks import is_directory
+from wgpu_lora.names.text import count_noun, join_words
 
 if TYPE_CHECKING:
     from wgpu_lora.infer.chat import Chat

@@ -15,7 +15,7 @@ from wgpu_lora.cli.console import console, line, print_json, table
 from wgpu_lora.cli.parameters import Device, Json
 from wgpu_lora.cli.protect.broker import OUTPUT, Policy, file
 from wgpu_lora.errors import UserError
-from wgpu_lora.text import count_noun, join_words
+from wgpu_lora.names.text import count_noun, join_words
 
 
 def attest(
@@ -32,7 +32,7 @@ def attest(
 
     'protect verify' appraises it. No key can be released to it: training attests with keys of its own.
     """
-    from wgpu_lora.atomic import check_file, replace_file
+    from wgpu_lora.files.atomic import check_file, replace_file
     from wgpu_lora.protect.attestation import claims
     from wgpu_lora.protect.runs.protected_session import machine_claims
     from wgpu_lora.protect.sealed.keys import SessionKeys

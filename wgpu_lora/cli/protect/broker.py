@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.text import escape_unprintable
+from wgpu_lora.names.text import escape_unprintable
 
 
 def file(text: str, metavar: str = "FILE", *names: str, **options: Any) -> Any:

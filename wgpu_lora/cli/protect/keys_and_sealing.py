@@ -13,7 +13,7 @@ from wgpu_lora.cli.console import is_terminal, line, print_json
 from wgpu_lora.cli.parameters import Json
 from wgpu_lora.cli.protect.broker import OUTPUT, POLICY, SIGNING_KEY, STATE, file
 from wgpu_lora.errors import UserError
-from wgpu_lora.text import count_noun
+from wgpu_lora.names.text import count_noun
 
 OFFLINE = {"rich_help_panel": "Release a data key by files"}
 SEALED_FILE = "Sealed file; - for standard output. Default: PATH.age, or PATH.tar.age for a directory."
@@ -99,8 +99,8 @@ def seal(
 
 def _release(path: str, output: str, evidence: Path, policy: Path, signing_key: Path, state: Path | None) -> int:
     """Seals the data key to the machine that made the evidence, if that passes the policy."""
-    from wgpu_lora.atomic import check_new, write_new_bytes
-    from wgpu_lora.json_files import read_bytes
+    from wgpu_lora.files.atomic import check_new, write_new_bytes
+    from wgpu_lora.files.json_files import read_bytes
     from wgpu_lora.protect.attestation.claims import MAX_BYTES
     from wgpu_lora.protect.broker.broker import open_broker
     from wgpu_lora.protect.hygiene.memory_protection import harden

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.atomic import new_directory, write_bytes_atomic
 from wgpu_lora.data.compressed_files import position
 from wgpu_lora.data.curation import row_edits
 from wgpu_lora.data.curation.curation_files import (
@@ -47,9 +46,10 @@ from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import BadRow, NoRowsError, RowPlace
 from wgpu_lora.data.validation_split import row_key, validation_mask
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import to_json
+from wgpu_lora.files.atomic import new_directory, write_bytes_atomic
+from wgpu_lora.files.json_files import to_json
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.text import count_noun
+from wgpu_lora.names.text import count_noun
 
 _REPORT_INTERVAL = 0.1  # seconds between calls of `watch`
 _SPOOL, _SEEN = ".spool", ".seen"  # temporary files

@@ -12,17 +12,17 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
 
-from wgpu_lora.atomic import check_new, check_not_around
 from wgpu_lora.data.compressed_files import bare_name
 from wgpu_lora.data.curation.row_edits import FILES, VALID
 from wgpu_lora.data.huggingface import is_hub_id, is_saved, load_splits
 from wgpu_lora.data.row_files import SUFFIXES, file_source
 from wgpu_lora.data.source import Source
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import to_json
+from wgpu_lora.files.atomic import check_new, check_not_around
+from wgpu_lora.files.json_files import to_json
+from wgpu_lora.files.paths import check_name, check_path
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.paths import check_name, check_path
-from wgpu_lora.text import count_noun, join_words
+from wgpu_lora.names.text import count_noun, join_words
 
 REPORT, REJECTED, SCHEMA = "report.json", "rejected.jsonl", "wgpu-lora-data/1"
 _SHOWN = 5  # names in a note

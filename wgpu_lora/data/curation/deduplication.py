@@ -17,9 +17,9 @@ import numpy as np
 from wgpu_lora.data.curation.curation_options import Preparation
 from wgpu_lora.data.curation.row_edits import Read
 from wgpu_lora.errors import UserError
-from wgpu_lora.installation import pip_line
+from wgpu_lora.files.installation import pip_line
+from wgpu_lora.formats.tokenizer.examples import Alpaca, Completion, Conversation, Example, Prompt, Text
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.tokenizer.examples import Alpaca, Completion, Conversation, Example, Prompt, Text
 
 
 class Duplicate(NamedTuple):

@@ -13,9 +13,7 @@ from wgpu_lora.data.example_formats import EXAMPLES
 from wgpu_lora.data.preference_formats import LABELLED, PAIRS
 from wgpu_lora.data.row_formats import Fields, RowFormat, RowFormats
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.spelling import flag
-from wgpu_lora.text import join_words
-from wgpu_lora.tokenizer.examples import (
+from wgpu_lora.formats.tokenizer.examples import (
     Alpaca,
     Completion,
     Conversation,
@@ -25,8 +23,10 @@ from wgpu_lora.tokenizer.examples import (
     Tokens,
     without_empty_answers,
 )
-from wgpu_lora.tokenizer.reasoning import FIELDS, mark_of, without_thinking
-from wgpu_lora.tokenizer.tokenizer import MAX_TEXT
+from wgpu_lora.formats.tokenizer.reasoning import FIELDS, mark_of, without_thinking
+from wgpu_lora.formats.tokenizer.tokenizer import MAX_TEXT
+from wgpu_lora.names.spelling import flag
+from wgpu_lora.names.text import join_words
 
 _SYSTEM = ("system", "developer")
 _ASSISTANT = ("assistant", "gpt")

@@ -11,8 +11,8 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUFWriter, quants
 from gguf.constants import GGMLQuantizationType
 
-from wgpu_lora.atomic import check_new, new_file
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.atomic import check_new, new_file
 from wgpu_lora.formats.gguf.kquants import quantize_k
 from wgpu_lora.names.spelling import flag
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import read_json
+from wgpu_lora.files.json_files import read_json
 from wgpu_lora.models.config_fields import token_ids
 from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.multimodal import text_part
-from wgpu_lora.registry import Registry
+from wgpu_lora.names.registry import Registry
 
 ARCHITECTURES: Registry[type[ModelConfig]] = Registry(
     {

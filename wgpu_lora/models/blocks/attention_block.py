@@ -11,10 +11,10 @@ from wgpu_lora.models.kv_cache import CacheTensor
 from wgpu_lora.models.layer_context import LayerContext
 from wgpu_lora.models.rotary_embedding import RopeTable
 from wgpu_lora.models.row_inputs import Rows
-from wgpu_lora.ops.attention import attention
-from wgpu_lora.ops.attention_gate import gated, query_part
+from wgpu_lora.ops.attention.attention import attention
+from wgpu_lora.ops.attention.attention_gate import gated, query_part
+from wgpu_lora.ops.attention.rope import Appending, HeadNorm, rope
 from wgpu_lora.ops.elementwise import split_columns
-from wgpu_lora.ops.rope import Appending, HeadNorm, rope
 
 
 @dataclass(frozen=True)

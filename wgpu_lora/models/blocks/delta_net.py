@@ -12,9 +12,9 @@ from wgpu_lora.models.kv_cache import CacheTensor
 from wgpu_lora.models.layer_context import LayerContext
 from wgpu_lora.models.model_config import KEPT, MATRIX, Parameter
 from wgpu_lora.models.row_inputs import NOWHERE, Rows
-from wgpu_lora.ops.delta_net.causal_conv import causal_conv
-from wgpu_lora.ops.delta_net.delta_rule import gated_delta_rule
-from wgpu_lora.ops.delta_net.delta_step import gated_delta_step, possible_slices
+from wgpu_lora.ops.attention.delta_net.causal_conv import causal_conv
+from wgpu_lora.ops.attention.delta_net.delta_rule import gated_delta_rule
+from wgpu_lora.ops.attention.delta_net.delta_step import gated_delta_step, possible_slices
 from wgpu_lora.ops.norm import gated_norm, l2norm
 
 L2_EPS = 1e-6

@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pyrage
 
-from wgpu_lora.atomic import sha256
 from wgpu_lora.errors import UserError
-from wgpu_lora.installation import NAME
-from wgpu_lora.json_files import read_bytes
+from wgpu_lora.files.atomic import sha256
+from wgpu_lora.files.installation import NAME
+from wgpu_lora.files.json_files import read_bytes
+from wgpu_lora.files.typed_json import typed
 from wgpu_lora.protect.attestation import tpm
 from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.sealed.age_streams import parse_recipient
 from wgpu_lora.protect.sealed.keys import PublicKey, SessionKeys
-from wgpu_lora.typed_json import typed
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device_list import DeviceInfo

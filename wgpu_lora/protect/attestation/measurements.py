@@ -30,11 +30,11 @@ import psutil
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from wgpu_lora.assets import DEMO_MODEL, PACKAGE, combined, package_files, walk
-from wgpu_lora.atomic import file_digest, sha256
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.assets import DEMO_MODEL, PACKAGE, combined, package_files, walk
+from wgpu_lora.files.atomic import file_digest, sha256
+from wgpu_lora.files.installation import NAME
 from wgpu_lora.gpu.backends import WGPU, backend
-from wgpu_lora.installation import NAME
 from wgpu_lora.protect.hygiene.memory_protection import environment_at_start, system_file
 
 HASHES = {"sha256", "sha384", "sha512"}

@@ -25,8 +25,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa, utils
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.installation import pip_line
-from wgpu_lora.typed_json import Check, Sha256, typed
+from wgpu_lora.files.installation import pip_line
+from wgpu_lora.files.typed_json import Check, Sha256, typed
 
 DEVICE = Path("/dev/tpmrm0")  # Linux's resource manager
 TCTI = "TPM2TOOLS_TCTI"  # the connection to another TPM, as for tpm2-tools

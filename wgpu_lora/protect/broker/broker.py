@@ -13,9 +13,11 @@ from typing import Any, NoReturn, Self
 
 from filelock import Timeout
 
-from wgpu_lora.atomic import sha256
 from wgpu_lora.errors import UserError
-from wgpu_lora.locks import lock_file
+from wgpu_lora.files.atomic import sha256
+from wgpu_lora.files.locks import lock_file
+from wgpu_lora.files.typed_json import SHA256, Count, Sha256, typed
+from wgpu_lora.names.text import escape_unprintable, join_words
 from wgpu_lora.protect.attestation.claims import Evidence, read_evidence
 from wgpu_lora.protect.broker.decision_log import DecisionLog
 from wgpu_lora.protect.broker.release_token import make_release
@@ -24,8 +26,6 @@ from wgpu_lora.protect.policies.appraisal import HEAD, KEYS, NONCE, Failure, app
 from wgpu_lora.protect.policies.claim_checks import claim_or_none, value_text
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SigningKey
-from wgpu_lora.text import escape_unprintable, join_words
-from wgpu_lora.typed_json import SHA256, Count, Sha256, typed
 
 MAX_NONCES = 1000  # open at the same time
 MAX_NAME = 200  # characters of a job's name

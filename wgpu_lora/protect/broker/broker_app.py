@@ -21,9 +21,9 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.processes.signals import on_end_signal
 from wgpu_lora.protect.broker.broker import Broker, BrokerRefusal
 from wgpu_lora.protect.broker.broker_client import MEDIA_TYPE, is_loopback, resolve
-from wgpu_lora.signals import on_end_signal
 
 MAX_EVIDENCE, MAX_PROGRESS = 2 << 20, 16 << 10  # bytes of bodies; evidence takes 0.2 MB
 REFUSED = 4  # requests that a refusal counts as, beside its own

@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 import httpx
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import parse_object
+from wgpu_lora.files.json_files import parse_object
+from wgpu_lora.names.text import escape_unprintable
 from wgpu_lora.protect.broker.release_token import read_release
 from wgpu_lora.protect.sealed.keys import PublicKey
-from wgpu_lora.text import escape_unprintable
 
 MEDIA_TYPE = "application/vnd.dsse.envelope.v1+json"
 MAX_ANSWER = 256 << 10  # bytes

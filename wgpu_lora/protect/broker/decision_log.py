@@ -13,9 +13,10 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from wgpu_lora.atomic import file_digest, write_bytes_atomic
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import to_json
+from wgpu_lora.files.atomic import file_digest, write_bytes_atomic
+from wgpu_lora.files.json_files import to_json
+from wgpu_lora.files.typed_json import read_as, typed
 from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.evidence.signed_log import (
     MAX_LINE_BYTES,
@@ -26,7 +27,6 @@ from wgpu_lora.protect.evidence.signed_log import (
     read_bytes,
 )  # fmt: skip
 from wgpu_lora.protect.sealed.keys import SigningKey
-from wgpu_lora.typed_json import read_as, typed
 
 KIND = "https://example.org/wgpu-lora/broker-decision/v1"
 HEAD = "https://example.org/wgpu-lora/broker-head/v1"

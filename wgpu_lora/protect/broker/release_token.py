@@ -17,14 +17,14 @@ import jwt
 import pyrage
 from typing_extensions import TypedDict  # pydantic reads that of `typing` from Python 3.12 on
 
-from wgpu_lora.atomic import sha256
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.atomic import sha256
+from wgpu_lora.files.typed_json import Count, read_as
 from wgpu_lora.protect.attestation.claims import Evidence
 from wgpu_lora.protect.policies.appraisal import Appraisal
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.age_streams import parse_recipient
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SessionKeys, SigningKey
-from wgpu_lora.typed_json import Count, read_as
 
 ALGORITHM = "ES256"
 TYPE = "wgpu-lora-release+jwt"  # explicit typing (RFC 8725, 3.11): no other token of this key is a release

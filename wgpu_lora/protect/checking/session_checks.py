@@ -13,8 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import sha256
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.atomic import sha256
+from wgpu_lora.names.text import escape_unprintable
 from wgpu_lora.protect.attestation.claims import Evidence, read_evidence
 from wgpu_lora.protect.broker.release_token import SLACK, answer_to, missing_line, read_release
 from wgpu_lora.protect.evidence.run_evidence import ENDS
@@ -22,7 +23,6 @@ from wgpu_lora.protect.evidence.signed_log import Entry, read_bytes
 from wgpu_lora.protect.policies.appraisal import appraise
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.keys import PublicKey
-from wgpu_lora.text import escape_unprintable
 
 BEFORE_RELEASE = ("attested", "released", "leftovers", "failed", "interrupted", "wiped")
 STEPS = "checkpoints/"

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from wgpu_lora.atomic import sha256, write_bytes_atomic
 from wgpu_lora.errors import UserError, reason
-from wgpu_lora.json_files import read_json, to_json
-from wgpu_lora.locks import lock_file
-from wgpu_lora.track.run_log import LOCK_SECONDS, data_directory
-from wgpu_lora.typed_json import typed
+from wgpu_lora.files.atomic import sha256, write_bytes_atomic
+from wgpu_lora.files.json_files import read_json, to_json
+from wgpu_lora.files.locks import lock_file
+from wgpu_lora.files.typed_json import typed
+from wgpu_lora.train.track.run_log import LOCK_SECONDS, data_directory
 
 NAME = "anchors"
 MAX_BYTES = 4096

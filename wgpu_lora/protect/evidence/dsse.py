@@ -19,10 +19,10 @@ from securesystemslib.dsse import Envelope
 from securesystemslib.exceptions import UnverifiedSignatureError, VerificationError
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import MAX_JSON_BYTES, parse_object
+from wgpu_lora.files.json_files import MAX_JSON_BYTES, parse_object
+from wgpu_lora.files.typed_json import Sha256, typed
+from wgpu_lora.names.text import escape_unprintable
 from wgpu_lora.protect.sealed.keys import PublicKey, SigningKey
-from wgpu_lora.text import escape_unprintable
-from wgpu_lora.typed_json import Sha256, typed
 
 STATEMENT = "application/vnd.in-toto+json"
 MAX_BYTES = MAX_JSON_BYTES  # of an envelope; evidence takes 0.2 MB

@@ -15,9 +15,9 @@ from pathlib import Path
 from model_signing import hashing, verifying
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.names.text import escape_unprintable
 from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.sealed.keys import PublicKey, SigningKey
-from wgpu_lora.text import escape_unprintable
 
 NAME = "model.sig"
 KIND = "https://model_signing/signature/v1.0"

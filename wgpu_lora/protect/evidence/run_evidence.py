@@ -27,9 +27,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from wgpu_lora.atomic import sha256, write_bytes_atomic
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import to_json
+from wgpu_lora.files.atomic import sha256, write_bytes_atomic
+from wgpu_lora.files.json_files import to_json
 from wgpu_lora.protect.evidence import anchors, dsse
 from wgpu_lora.protect.evidence.signed_log import Entry, SignedLog, read_bytes, read_lines, unwritable
 from wgpu_lora.protect.sealed.keys import PublicKey, SessionKeys

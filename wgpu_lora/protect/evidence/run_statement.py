@@ -14,7 +14,7 @@ from typing import Any
 from google.protobuf import json_format
 from in_toto_attestation.predicates.provenance.v1 import provenance_pb2
 
-from wgpu_lora.atomic import sha256
+from wgpu_lora.files.atomic import sha256
 from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.evidence.run_evidence import CLEANUP, EvidenceLog
 from wgpu_lora.protect.evidence.run_evidence import NAME as LOG

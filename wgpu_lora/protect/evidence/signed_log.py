@@ -15,13 +15,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import sha256, sync_directory
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import read_bytes as read_file
-from wgpu_lora.json_files import to_json
+from wgpu_lora.files.atomic import sha256, sync_directory
+from wgpu_lora.files.json_files import read_bytes as read_file
+from wgpu_lora.files.json_files import to_json
+from wgpu_lora.files.typed_json import typed
 from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.sealed.keys import PublicKey, SigningKey
-from wgpu_lora.typed_json import typed
 
 MAX_LINE_BYTES = 1 << 20
 MAX_LOG_BYTES = 64 << 20

@@ -19,7 +19,7 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import read_bytes
+from wgpu_lora.files.json_files import read_bytes
 from wgpu_lora.protect.attestation import claims
 from wgpu_lora.protect.attestation.claims import Evidence
 from wgpu_lora.protect.evidence import dsse

@@ -19,8 +19,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from wgpu_lora.text import escape_unprintable
-from wgpu_lora.typed_json import SHA256
+from wgpu_lora.files.typed_json import SHA256
+from wgpu_lora.names.text import escape_unprintable
 
 MOST = 10_000  # items of a list or a table, and characters of a text
 MOST_FAILURES = 20  # of a rule: claims of ten thousand wrong variables need no line for each

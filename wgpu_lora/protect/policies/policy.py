@@ -20,16 +20,16 @@ from packaging.utils import canonicalize_name
 from pyrage import RecipientError
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import parse_toml, small_file
+from wgpu_lora.files.json_files import parse_toml, small_file
+from wgpu_lora.files.typed_json import Check, Positive, Sha256, Text, read_as
 from wgpu_lora.names.aliases import advice
 from wgpu_lora.names.spelling import IN_FILE, naming
+from wgpu_lora.names.text import escape_unprintable
 from wgpu_lora.protect.attestation.tpm import Pcr
 from wgpu_lora.protect.policies import claim_checks as checks
 from wgpu_lora.protect.policies.claim_checks import MOST, ClaimCheck, all_items, like, listed, states, true, version
 from wgpu_lora.protect.sealed.age_streams import parse_recipient
-from wgpu_lora.text import escape_unprintable
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.typed_json import Check, Positive, Sha256, Text, read_as
 
 DAY = 86_400
 PEM = re.compile(r"\s*-----BEGIN PUBLIC KEY-----[A-Za-z0-9+/=\s]{40,8000}-----END PUBLIC KEY-----\s*")

@@ -9,11 +9,11 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
+from wgpu_lora.files.typed_json import typed
+from wgpu_lora.names.text import escape_unprintable
 from wgpu_lora.protect.attestation import tpm
 from wgpu_lora.protect.policies.claim_checks import claim_or_none, digests, failures_of
 from wgpu_lora.protect.policies.policy import KEYS, Key
-from wgpu_lora.text import escape_unprintable
-from wgpu_lora.typed_json import typed
 
 # Variables with which others' code runs inside the trainer.
 FORBIDDEN = ("LD_PRELOAD", "LD_AUDIT", "LD_LIBRARY_PATH", "DYLD_*", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONHOME")

@@ -21,13 +21,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from wgpu_lora.assets import asset_dir
-from wgpu_lora.atomic import file_digest, sha256
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.assets import asset_dir
+from wgpu_lora.files.atomic import file_digest, sha256
+from wgpu_lora.files.json_files import parse_toml, small_file, to_json
+from wgpu_lora.files.paths import check_path, is_name
+from wgpu_lora.files.typed_json import Check, Text, read_as
 from wgpu_lora.formats.hub import resolve_model
-from wgpu_lora.json_files import parse_toml, small_file, to_json
 from wgpu_lora.names.spelling import IN_FILE, flag, naming
-from wgpu_lora.paths import check_path, is_name
 from wgpu_lora.protect.sealed.age_streams import parse_recipients
 from wgpu_lora.protect.sealed.keys import PublicKey
 from wgpu_lora.protect.sealed.sealed_files import ARCHIVE, SealRecord, record_path
@@ -39,7 +40,6 @@ from wgpu_lora.train.options.training_arguments import (
     named,
 )  # fmt: skip
 from wgpu_lora.train.resolve_options import find_recipe, recipe_arguments
-from wgpu_lora.typed_json import Check, Text, read_as
 
 MAX_NAME = 100
 SEALED = {"data": ".jsonl.age", "eval_data": ".jsonl.age", "init_adapter": ARCHIVE}  # options of sealed files

@@ -11,14 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import sha256
 from wgpu_lora.data.memory_rows import SealedRows
 from wgpu_lora.data.row_counts import SKIPPED, skipped_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, EventForwarder, Events
+from wgpu_lora.files.atomic import sha256
+from wgpu_lora.files.json_files import read_bytes
 from wgpu_lora.gpu.buffer_wipe import Wiper
-from wgpu_lora.json_files import read_bytes
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.names.text import count_noun
+from wgpu_lora.processes.signals import on_end_signal
 from wgpu_lora.protect.evidence import anchors
 from wgpu_lora.protect.evidence.run_statement import RunFacts, write_statement
 from wgpu_lora.protect.hygiene.cleanup import Cleanup, device_wipe_facts, overwrite
@@ -29,8 +31,6 @@ from wgpu_lora.protect.runs.sealed_storage import ADAPTER, SealedStorage
 from wgpu_lora.protect.sealed import archive
 from wgpu_lora.protect.sealed.age_streams import unseal_bytes
 from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys
-from wgpu_lora.signals import on_end_signal
-from wgpu_lora.text import count_noun
 from wgpu_lora.train.job import Job, locked
 from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.run import run_checkpoint

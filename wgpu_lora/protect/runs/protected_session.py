@@ -13,11 +13,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import sha256, write_bytes_atomic
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.atomic import sha256, write_bytes_atomic
+from wgpu_lora.files.installation import program
+from wgpu_lora.files.json_files import read_bytes
 from wgpu_lora.gpu.device_list import choose
-from wgpu_lora.installation import program
-from wgpu_lora.json_files import read_bytes
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.protect.attestation.claims import attest, base_facts, gather, load_evidence, read_evidence

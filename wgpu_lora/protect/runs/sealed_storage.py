@@ -14,11 +14,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import sha256, sync_directory, write_bytes_atomic
 from wgpu_lora.data.row_counts import SKIPPED
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import MAX_JSON_BYTES, read_bytes
-from wgpu_lora.locks import sweep
+from wgpu_lora.files.atomic import sha256, sync_directory, write_bytes_atomic
+from wgpu_lora.files.json_files import MAX_JSON_BYTES, read_bytes
+from wgpu_lora.files.locks import sweep
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.protect.evidence.model_signature import NAME as SIGNATURE
 from wgpu_lora.protect.evidence.model_signature import sign_model

@@ -22,7 +22,7 @@ import pyrage
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import small_file
+from wgpu_lora.files.json_files import small_file
 from wgpu_lora.protect.sealed.keys import MAX_KEY_BYTES, DataKey
 
 if TYPE_CHECKING:

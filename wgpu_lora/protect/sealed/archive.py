@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.paths import is_path
-from wgpu_lora.text import escape_unprintable
+from wgpu_lora.files.paths import is_path
+from wgpu_lora.names.text import escape_unprintable
 
 BLOCK = tarfile.BLOCKSIZE  # 512 bytes: members are padded to it, and two of zeros end an archive
 END = bytes(2 * BLOCK)

@@ -17,10 +17,10 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from securesystemslib.signer import CryptoSigner, SSlibKey
 
-from wgpu_lora.atomic import new_file, write_new_bytes
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import small_file
-from wgpu_lora.locks import check_output, unwritable
+from wgpu_lora.files.atomic import new_file, write_new_bytes
+from wgpu_lora.files.json_files import small_file
+from wgpu_lora.files.locks import check_output, unwritable
 from wgpu_lora.protect.hygiene.memory_protection import lock_pages
 
 MAX_KEY_BYTES = 64 << 10  # of a file of keys or recipients

@@ -16,11 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import IO, BinaryIO, TextIO
 
-from wgpu_lora.atomic import check_new, file_digest, new_directory, new_file, write_new_bytes
 from wgpu_lora.errors import UserError, reason
-from wgpu_lora.json_files import read_json
+from wgpu_lora.files.atomic import check_new, file_digest, new_directory, new_file, write_new_bytes
+from wgpu_lora.files.json_files import read_json
+from wgpu_lora.files.paths import check_path
+from wgpu_lora.files.typed_json import Count, Sha256, read_as
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.paths import check_path
 from wgpu_lora.protect.sealed import archive
 from wgpu_lora.protect.sealed.age_streams import (
     parse_recipients,
@@ -29,7 +30,6 @@ from wgpu_lora.protect.sealed.age_streams import (
     unseal_stream,
 )  # fmt: skip
 from wgpu_lora.protect.sealed.keys import DataKey
-from wgpu_lora.typed_json import Count, Sha256, read_as
 
 ARCHIVE = ".tar.age"
 STANDARD = "-"

@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from wgpu_lora.signals import check_stop
+from wgpu_lora.processes.signals import check_stop
 from wgpu_lora.train.data_parallel.gradient_messages import Arrays, read_message
 
 RETRY_SECONDS = 5.0  # before a replica that was lost is tried again

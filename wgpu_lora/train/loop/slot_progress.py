@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wgpu_lora.events import SILENT, Events, StepResult
-from wgpu_lora.signals import Stopped
+from wgpu_lora.processes.signals import Stopped
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES, decayed, warmup_steps
 from wgpu_lora.train.objectives.objective import Group
 from wgpu_lora.train.run.adapter_run import AdapterRun

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from wgpu_lora.data import pack
 from wgpu_lora.events import Events
-from wgpu_lora.signals import Stopped, on_end_signal, stoppable
+from wgpu_lora.processes.signals import Stopped, on_end_signal, stoppable
 from wgpu_lora.train.data_parallel.leader import DataParallelLeader
 from wgpu_lora.train.loop.slot_policy import Policy, Synchronized, policy_state
 from wgpu_lora.train.loop.slot_progress import CHECKPOINT, SlotProgress

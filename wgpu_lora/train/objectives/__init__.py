@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from wgpu_lora.names.registry import Registry
 from wgpu_lora.names.spelling import setting
-from wgpu_lora.registry import Registry
 from wgpu_lora.train.option_types import from_options
 
 if TYPE_CHECKING:
     from wgpu_lora.data.row_formats import RowFormats
-    from wgpu_lora.tokenizer.examples import Sample
+    from wgpu_lora.formats.tokenizer.examples import Sample
     from wgpu_lora.train.objectives.objective import Objective
 
 OBJECTIVES: Registry[type[Objective]] = Registry(

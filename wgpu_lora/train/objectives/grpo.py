@@ -15,7 +15,7 @@ from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, by_subgr
 from wgpu_lora.gpu.tensor import align
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.ops.elementwise import fill
-from wgpu_lora.ops.loss import Sweep
+from wgpu_lora.ops.loss.loss import Sweep
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.objectives.objective import Group, Objective, Score, Scoring
 from wgpu_lora.train.objectives.preference import one_loss, sigmoid, unused_by

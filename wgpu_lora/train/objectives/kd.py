@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from wgpu_lora.distill.teacher_cache import read_header
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, Out, by_subgroup, kernel, row_grid
 from wgpu_lora.gpu.tensor import Tensor, align
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.ops.loss import Sweep
+from wgpu_lora.ops.loss.loss import Sweep
+from wgpu_lora.ops.loss.sparse_logits import LOWEST
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.sparse_logits import LOWEST
+from wgpu_lora.train.distill.teacher_cache import read_header
 from wgpu_lora.train.objectives.objective import Objective, Score, Scoring
 
 METRICS = ("kd_loss", "hard_top1_loss", "hard_full_loss", "top1_agreement", "teacher_tail", "student_tail")

@@ -12,14 +12,14 @@ from wgpu_lora.data import Row
 from wgpu_lora.data.example_formats import EXAMPLES
 from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.tokenized_data import Cut
-from wgpu_lora.distill.teacher_logits import TeacherRows
+from wgpu_lora.formats.tokenizer.examples import Sample
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import NUMPY, Tensor, persistent
 from wgpu_lora.models.batch_inputs import Segment, extend_range
-from wgpu_lora.ops.loss import Sweep
+from wgpu_lora.ops.loss.loss import Sweep
+from wgpu_lora.ops.loss.sparse_logits import NO_ID
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.sparse_logits import NO_ID
-from wgpu_lora.tokenizer.examples import Sample
+from wgpu_lora.train.distill.teacher_logits import TeacherRows
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Score:
     the loss's derivative by it; 0 for tokens of other objectives. losses f32, by token [R] or by group [G] (the
     objective's unit): their sum over a step, divided by the number of units, is the step's loss; likewise `metrics`, by
     name, or their largest value. tail_logprobs, token_logprobs: the derivatives of a loss that depends on a teacher's
-    support (see `ops.loss.SweepGradient`), instead of weights.
+    support (see `ops.loss.loss.SweepGradient`), instead of weights.
     """
 
     weights: Tensor | None

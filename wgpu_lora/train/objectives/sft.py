@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from wgpu_lora.gpu.kernel import U32, Fixed, In, Out, kernel, linear_grid
-from wgpu_lora.ops.loss import Sweep, hits
+from wgpu_lora.ops.loss.loss import Sweep, hits
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.objectives.objective import Objective, Score, Scoring
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wgpu_lora.registry import Registry
+from wgpu_lora.names.registry import Registry
 from wgpu_lora.train.option_types import from_options
 
 if TYPE_CHECKING:

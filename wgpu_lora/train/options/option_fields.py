@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wgpu_lora.names.choices import ACTIVATION_DTYPES, COMPUTE_DTYPES, OVERFLOW, TRAINED
-from wgpu_lora.track.trackers import HELP
 from wgpu_lora.train.init_methods import DEFAULT, INITIALISATIONS
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.option_types import FOREVER, NOT_NEGATIVE, POSITIVE, Range, option
+from wgpu_lora.train.track.trackers import HELP
 from wgpu_lora.weights.base_formats import AUTO, BASE_FORMATS, CHOICES
 
 FILES, ADAPTER, OPTIMISATION = "Model, data and device", "Adapter", "Optimisation"

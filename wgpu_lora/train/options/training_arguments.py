@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.paths import is_path
+from wgpu_lora.formats.tokenizer.chat_template import check_date, template_kwargs
 from wgpu_lora.names.aliases import real_names, real_value
 from wgpu_lora.names.spelling import Naming, error_source, flag, setting
-from wgpu_lora.paths import is_path
-from wgpu_lora.tokenizer.chat_template import check_date, template_kwargs
-from wgpu_lora.track.secret_masking import masked
-from wgpu_lora.track.trackers import trackers_of
 from wgpu_lora.train.init_methods import check_initialisation
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
@@ -48,6 +46,8 @@ from wgpu_lora.train.options.option_fields import (
     PreferenceOptions,
     RewardOptions,
 )
+from wgpu_lora.train.track.secret_masking import masked
+from wgpu_lora.train.track.trackers import trackers_of
 
 # Options that may change when a run is resumed: they affect what is written, not what is trained.
 CHANGEABLE_ON_RESUME = {

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.json_files import read_json
 from wgpu_lora.formats.hub import base_name
 from wgpu_lora.formats.peft_adapter import Matrices, read_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.json_files import read_json
 from wgpu_lora.models.adapter_modules import (
     ALL,
     read_adapter_for,

@@ -16,10 +16,10 @@ from wgpu_lora.data import TokenizedData
 from wgpu_lora.data.row_counts import SKIPPED, skipped_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
+from wgpu_lora.files.json_files import parse_object, to_json
+from wgpu_lora.files.paths import working_folder
 from wgpu_lora.formats.model_cards import CARD
-from wgpu_lora.json_files import parse_object, to_json
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.paths import working_folder
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.options.training_arguments import CHANGEABLE_ON_RESUME, LENGTH_OPTIONS, TrainingArguments
 from wgpu_lora.train.run import run_checkpoint, training_log

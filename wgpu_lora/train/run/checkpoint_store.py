@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from wgpu_lora.atomic import file_digest, new_directory, write_bytes_atomic
-from wgpu_lora.json_files import MAX_JSON_BYTES, read_bytes
-from wgpu_lora.locks import is_directory, restore
-from wgpu_lora.tokenizer.tokenizer_files import write_tokenizer
+from wgpu_lora.files.atomic import file_digest, new_directory, write_bytes_atomic
+from wgpu_lora.files.json_files import MAX_JSON_BYTES, read_bytes
+from wgpu_lora.files.locks import is_directory, restore
+from wgpu_lora.formats.tokenizer.tokenizer_files import write_tokenizer
 
 EVIDENCE = "evidence.jsonl"  # the log that a protected run has in its directory
 

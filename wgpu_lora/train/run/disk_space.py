@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from wgpu_lora.errors import StorageError
+from wgpu_lora.formats.tokenizer.tokenizer_files import tokenizer_files
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.tokenizer.tokenizer_files import tokenizer_files
 from wgpu_lora.train.run.adapter_run import AdapterRun
 from wgpu_lora.train.run.run_checkpoint import RESERVE
 from wgpu_lora.train.session.session import Session

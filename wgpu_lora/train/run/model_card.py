@@ -10,9 +10,9 @@ from typing import Any
 from wgpu_lora.formats.hub import PUBLIC, hub_id
 from wgpu_lora.formats.model_cards import header, table
 from wgpu_lora.formats.peft_adapter import WEIGHTS
+from wgpu_lora.formats.tokenizer.examples import Alpaca
+from wgpu_lora.formats.tokenizer.label_mask import alpaca_prompt
 from wgpu_lora.models.model_config import ModelConfig
-from wgpu_lora.tokenizer.examples import Alpaca
-from wgpu_lora.tokenizer.label_mask import alpaca_prompt
 from wgpu_lora.train.options.training_arguments import PATHS
 from wgpu_lora.train.options.unused_options import idle_options
 from wgpu_lora.train.run.records import RunRecord

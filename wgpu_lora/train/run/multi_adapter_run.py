@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import replace_directory
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
+from wgpu_lora.files.atomic import replace_directory
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run import run_checkpoint, training_log
 from wgpu_lora.train.run.adapter_run import AdapterRun, memory_of

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import read_json, to_json
+from wgpu_lora.files.atomic import write_bytes_atomic
+from wgpu_lora.files.json_files import read_json, to_json
+from wgpu_lora.files.paths import is_path
+from wgpu_lora.files.typed_json import Count, typed
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.paths import is_path
 from wgpu_lora.train.run.run_state import SCHEMA, STATE, NewerSchemaError, schema_of
-from wgpu_lora.typed_json import Count, typed
 
 MEMBER = "member.json"
 

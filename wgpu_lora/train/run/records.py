@@ -9,16 +9,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import to_json
+from wgpu_lora.files.atomic import write_bytes_atomic
+from wgpu_lora.files.json_files import to_json
+from wgpu_lora.files.typed_json import typed
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.run_state import SCHEMA, RunState, schema_of
 from wgpu_lora.train.run.stop_reasons import OUTCOMES
-from wgpu_lora.typed_json import typed
 from wgpu_lora.weights.base_formats import BASE_FORMATS
 
 RUN, PIPELINE = "run.json", "pipeline.json"

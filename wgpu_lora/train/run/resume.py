@@ -10,7 +10,7 @@ from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import any_option, flag, setting
-from wgpu_lora.text import count_noun
+from wgpu_lora.names.text import count_noun
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.options.training_arguments import (
     CHANGEABLE_ON_RESUME,

@@ -14,12 +14,12 @@ from typing import Any, ClassVar, Protocol
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from wgpu_lora.atomic import file_digest
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.atomic import file_digest
+from wgpu_lora.files.json_files import parse_object, read_json, to_json
+from wgpu_lora.files.locks import sweep
 from wgpu_lora.formats.checkpoint_names import TEMPLATE, TOKENIZER
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
-from wgpu_lora.json_files import parse_object, read_json, to_json
-from wgpu_lora.locks import sweep
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.train.optimizers import name_of
 from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore

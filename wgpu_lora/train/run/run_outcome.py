@@ -11,7 +11,7 @@ import numpy as np
 from wgpu_lora.data import TokenizedData
 from wgpu_lora.data.row_counts import SKIPPED
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.text import count_noun
+from wgpu_lora.names.text import count_noun
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES
 from wgpu_lora.train.objectives.sft import ACCURACY
 from wgpu_lora.train.options.training_arguments import TrainingArguments

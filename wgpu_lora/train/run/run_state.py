@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.json_files import parse_object
+from wgpu_lora.files.typed_json import Count, FromJson, Seconds, typed
 from wgpu_lora.gpu.tiling import Tiling
-from wgpu_lora.json_files import parse_object
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore
-from wgpu_lora.typed_json import Count, FromJson, Seconds, typed
 
 STATE = "state.json"
 MAX_STATE_BYTES, MAX_STATE_PARTS = 256 << 20, 16 << 20  # it has a loss for every step since the last log line

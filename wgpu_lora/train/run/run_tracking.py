@@ -11,14 +11,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.data import TokenizedData
 from wgpu_lora.errors import DeviceWarning, UserError
 from wgpu_lora.events import SILENT, Events
+from wgpu_lora.files.atomic import write_bytes_atomic
+from wgpu_lora.files.json_files import read_json
 from wgpu_lora.gpu.device_list import DeviceInfo
-from wgpu_lora.json_files import read_json
-from wgpu_lora.track.hardware.sampler import Sampler
-from wgpu_lora.track.run_log import (
+from wgpu_lora.train.run.adapter_run import AdapterRun, Tracking
+from wgpu_lora.train.run.records import RunRecord
+from wgpu_lora.train.run.run_checkpoint import BEST
+from wgpu_lora.train.run.run_outcome import first_and_last
+from wgpu_lora.train.run.stop_reasons import STOP_TEXT
+from wgpu_lora.train.run.training_log import LOG, read_log
+from wgpu_lora.train.track.hardware.sampler import Sampler
+from wgpu_lora.train.track.run_log import (
     FAILED,
     HELD_OUT,
     KILLED,
@@ -33,15 +39,9 @@ from wgpu_lora.track.run_log import (
     run_log_enabled,
     run_name,
 )
-from wgpu_lora.track.run_recorder import Recording, device_facts, given_options, status_of
-from wgpu_lora.track.secret_masking import masked
-from wgpu_lora.track.trackers import GuardedTracker, TrackedRun, trackers_of
-from wgpu_lora.train.run.adapter_run import AdapterRun, Tracking
-from wgpu_lora.train.run.records import RunRecord
-from wgpu_lora.train.run.run_checkpoint import BEST
-from wgpu_lora.train.run.run_outcome import first_and_last
-from wgpu_lora.train.run.stop_reasons import STOP_TEXT
-from wgpu_lora.train.run.training_log import LOG, read_log
+from wgpu_lora.train.track.run_recorder import Recording, device_facts, given_options, status_of
+from wgpu_lora.train.track.secret_masking import masked
+from wgpu_lora.train.track.trackers import GuardedTracker, TrackedRun, trackers_of
 
 FILE = "tracking.json"  # the id of a directory's run
 

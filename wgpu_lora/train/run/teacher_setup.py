@@ -7,18 +7,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from wgpu_lora.data import TokenizedData
-from wgpu_lora.distill.teacher import MOST, TopK
-from wgpu_lora.distill.teacher_cache import TeacherCache, read_header, template_digest
-from wgpu_lora.distill.teacher_cache_writer import CachePlan, finished_shards, plan_cache, write_cache
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, EventForwarder, Events
+from wgpu_lora.files.json_files import to_json
+from wgpu_lora.formats.tokenizer.chat_template import now
 from wgpu_lora.gpu.device_errors import with_option_advice
 from wgpu_lora.infer.named_adapters import adapters_on_device
-from wgpu_lora.json_files import to_json
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.models.model_files import ModelFiles
 from wgpu_lora.names.spelling import flag, naming, setting, with_renamed_options
-from wgpu_lora.tokenizer.chat_template import now
+from wgpu_lora.train.distill.teacher import MOST, TopK
+from wgpu_lora.train.distill.teacher_cache import TeacherCache, read_header, template_digest
+from wgpu_lora.train.distill.teacher_cache_writer import CachePlan, finished_shards, plan_cache, write_cache
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.adapter_init import frozen_adapter
 from wgpu_lora.train.run.adapter_run import AdapterRun

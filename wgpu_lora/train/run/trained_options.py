@@ -9,7 +9,7 @@ from typing import Any
 
 from wgpu_lora.data import Row, TokenizedData
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import read_json
+from wgpu_lora.files.json_files import read_json
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.train.option_types import check
 from wgpu_lora.train.options.training_arguments import LENGTH, TrainingArguments

@@ -13,17 +13,17 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, load_file, save
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.formats.peft_adapter import WEIGHTS, Matrices, adapter_files, read_adapter, tensor_name
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.formats.safetensors_header import read_header
 from wgpu_lora.models.adapter_modules import read_adapter_for, resolve_target_modules
 from wgpu_lora.models.adapter_set import SlotSpec
+from wgpu_lora.models.export.quantized_model import write_packed
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.quant_constants import QuantConstants
 from wgpu_lora.names.spelling import setting
+from wgpu_lora.names.text import count_noun
 from wgpu_lora.ops.gradient_norm import MAX_PARAMETER
-from wgpu_lora.text import count_noun
 from wgpu_lora.train.init_methods import DEFAULT
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run import run_checkpoint

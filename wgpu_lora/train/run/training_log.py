@@ -11,15 +11,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.atomic import write_bytes_atomic
+from wgpu_lora.files.json_files import parse_object, to_json
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.verdicts import verdicts_of
-from wgpu_lora.json_files import parse_object, to_json
-from wgpu_lora.track.secret_masking import masked
 from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore
 from wgpu_lora.train.run.records import Environment, UsedDevice
 from wgpu_lora.train.run.run_state import is_number
+from wgpu_lora.train.track.secret_masking import masked
 
 LOG, COMPLETIONS = "log.jsonl", "completions.jsonl"
 REQUIRED_KEYS = {"step", "epoch"}  # keys of a line, besides a loss or a held-out loss

@@ -14,7 +14,7 @@ from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.parameters import ParameterSet
 from wgpu_lora.ops.activation_storage import IN_F32, Saving, store
 from wgpu_lora.ops.elementwise import add_forward
-from wgpu_lora.ops.loss import Sweep, SweepGradient, seed, sum_by_slot, sweep
+from wgpu_lora.ops.loss.loss import Sweep, SweepGradient, seed, sum_by_slot, sweep
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.objectives.objective import Group, Objective, Scoring
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from wgpu_lora.data import Row, TokenizedData, batches, epoch_order
 from wgpu_lora.data.tokenized_data import prompt_tokens
-from wgpu_lora.distill.teacher_cache import TeacherCache, cached_rows
 from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.train.distill.teacher_cache import TeacherCache, cached_rows
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.objective import Group, Objective
 from wgpu_lora.train.options.training_arguments import TrainingArguments

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wgpu_lora.distill.teacher import Teacher, TopK
-from wgpu_lora.distill.teacher_logits import target_ids, teacher_rows
 from wgpu_lora.errors import NotFiniteError
 from wgpu_lora.events import Events
 from wgpu_lora.formats.peft_adapter import Matrices
@@ -18,6 +16,8 @@ from wgpu_lora.gpu.tuning_cache import Choices
 from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec, fix_gains
 from wgpu_lora.models.batch_inputs import Tables
 from wgpu_lora.models.loaded_model import LoadedModel, staging_bytes
+from wgpu_lora.train.distill.teacher import Teacher, TopK
+from wgpu_lora.train.distill.teacher_logits import target_ids, teacher_rows
 from wgpu_lora.train.objectives.objective import Group
 
 Key = tuple[Path, str]  # of a model's weights: its path and base dtype

@@ -16,16 +16,16 @@ import numpy as np
 from wgpu_lora.data import TokenizedData, pack
 from wgpu_lora.data.packing import epoch_order
 from wgpu_lora.errors import UserError
+from wgpu_lora.files.typed_json import Count, FromJson, typed
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.text import count_noun
+from wgpu_lora.names.text import count_noun
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.objectives.grpo import GRPO, KEPT, OLD
 from wgpu_lora.train.objectives.objective import Group
 from wgpu_lora.train.options.training_arguments import ROWS_PER_BATCH, TrainingArguments
 from wgpu_lora.train.session.data_stream import DataStream, Step, quarters
 from wgpu_lora.train.session.session import Sampling
-from wgpu_lora.typed_json import Count, FromJson, typed
 
 PROMPTS = 4  # of an optimizer step by default
 SEQUENCES = 32  # that are sampled together, at most

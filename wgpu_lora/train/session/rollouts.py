@@ -18,8 +18,8 @@ from wgpu_lora.events import SILENT, Events
 from wgpu_lora.infer.request import Request
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.rewards.reward_functions import RewardFunctions, Rewards
 from wgpu_lora.train.objectives.grpo import nan_mean, nan_std
+from wgpu_lora.train.rewards.reward_functions import RewardFunctions, Rewards
 from wgpu_lora.train.session.data_stream import Step
 from wgpu_lora.train.session.rollout_stream import Completion, Phase, RolloutStream
 from wgpu_lora.train.session.session import Session

@@ -13,13 +13,13 @@ from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.peft_adapter import PARTS, Matrices
 from wgpu_lora.gpu.arena_plan import total_by_group
 from wgpu_lora.gpu.device_errors import with_option_advice
+from wgpu_lora.gpu.memory_leases import claim, is_unified
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.gpu.tiling_check import check_tilings
 from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.infer.engine import Engine
-from wgpu_lora.memory_leases import claim, is_unified
 from wgpu_lora.models.adapter_set import AdapterSet, Norms, SlotSpec, fix_gains
 from wgpu_lora.models.batch_inputs import Segment, Tables
 from wgpu_lora.models.loaded_model import LoadedModel, staging_bytes

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.infer.tool_calls import QUESTION, TRIAL, ToolCallParser, rendered_call, tool_format
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.rewards.tools import Tools
-from wgpu_lora.text import common_prefix
-from wgpu_lora.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.names.text import common_prefix
+from wgpu_lora.train.rewards.tools import Tools
 
 Message = dict[str, Any]
 

@@ -12,11 +12,11 @@ from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, Flag, In, InOut, Place, W
 from wgpu_lora.gpu.reference_values import Part
 from wgpu_lora.gpu.tiling import Arrays, Constants
 from wgpu_lora.ops.embedding import local_rows, put_rows
-from wgpu_lora.ops.matmul import FILE, adapted, divisibility, finish, operand, tile_grid
-from wgpu_lora.ops.matmul_layout import product_layout, words_of
-from wgpu_lora.ops.matmul_tuning import MatmulTuning, product_part, tilings
-from wgpu_lora.ops.matrix_stack import ALL_PARTS, backward_reference, forward_reference, join, sizes
-from wgpu_lora.ops.sparse_logits import add_rows
+from wgpu_lora.ops.loss.sparse_logits import add_rows
+from wgpu_lora.ops.matmul.matmul import FILE, adapted, divisibility, finish, operand, tile_grid
+from wgpu_lora.ops.matmul.matmul_layout import product_layout, words_of
+from wgpu_lora.ops.matmul.matmul_tuning import MatmulTuning, product_part, tilings
+from wgpu_lora.ops.matmul.matrix_stack import ALL_PARTS, backward_reference, forward_reference, join, sizes
 from wgpu_lora.weights.gguf.gguf_formats import FORMATS, GGUFFormat, random_blocks
 
 
@@ -145,7 +145,8 @@ def gguf_matmul(
     form: Word = "nt",
 ) -> Any:
     """y[m, n] (+)= a_scale[m] sum_k a[m, k] W[w_first + n, k] (+ bias[n]) (+ h factor^T, see `adapted`) for a W of
-    n + w_skip rows in a type of GGUF files; tiles past row count[0] are skipped. stacked, gated: ops.matrix_stack."""
+    n + w_skip rows in a type of GGUF files; tiles past row count[0] are skipped. stacked, gated:
+    ops.matmul.matrix_stack."""
     c = locals()
     arrays = {name: c.pop(name) for name in gguf_matmul.bindings}
     if stacked:
@@ -196,7 +197,7 @@ def gguf_matmul_backward(
     form: Word = "nn",
 ) -> Any:
     """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[w_first + k, n] (+ h factor, see `adapted`), from the same codes as
-    forward; with row_scale, dx[m] is scaled by row_scale[m] first. stacked: see ops.matrix_stack."""
+    forward; with row_scale, dx[m] is scaled by row_scale[m] first. stacked: see ops.matmul.matrix_stack."""
     c = locals()
     arrays = {name: c.pop(name) for name in gguf_matmul_backward.bindings}
     if stacked:
@@ -249,5 +250,5 @@ def gguf_support_product(
     weights: In, ids: In, count: Fixed, codes: Fixed, scales: In, y: InOut, *, rows: U32, kept: U32, cols: U32,
     first: Place[U32], size: U32, b_type: Word = "q8_0",
 ) -> Any:  # fmt: skip
-    """`ops.sparse_logits.support_product` of a table in a type of GGUF files."""
+    """`ops.loss.sparse_logits.support_product` of a table in a type of GGUF files."""
     return add_rows(weights, ids, count, FORMATS[b_type].decode(codes, scales, size, cols), y, rows, first)

@@ -14,7 +14,7 @@ from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import ALIGNMENT, Storage, Tensor, persistent
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.ops.embedding import TablePart
-from wgpu_lora.ops.frozen_product import FrozenProduct
+from wgpu_lora.ops.linear.frozen_product import FrozenProduct
 from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared, StoredMatrix, Weight, read
 from wgpu_lora.weights.base_formats import GGUF
 from wgpu_lora.weights.gguf.gguf_formats import FORMATS, GGUFFormat, random_blocks

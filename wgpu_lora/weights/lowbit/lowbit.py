@@ -12,8 +12,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
 from wgpu_lora.names.spelling import setting
-from wgpu_lora.ops.frozen_product import FrozenProduct
-from wgpu_lora.ops.trained_matrix import F16_MAX
+from wgpu_lora.ops.linear.frozen_product import FrozenProduct
+from wgpu_lora.ops.linear.trained_matrix import F16_MAX
 from wgpu_lora.weights.base import ConstantWeight, Loading, MatrixSource, Packed, Shared, read, write
 from wgpu_lora.weights.lowbit.kmeans_reference import fit, fit_int8
 from wgpu_lora.weights.lowbit.lowbit_files import F32, LowBitFiles

@@ -11,11 +11,11 @@ import numpy as np
 from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, In, InOut, Place, Variants, Word, kernel
 from wgpu_lora.gpu.tensor import ITEM_BYTES, Tensor
 from wgpu_lora.gpu.tiling import Arrays, Capabilities, Constants, Tiling
-from wgpu_lora.ops.frozen_product import FrozenProduct
-from wgpu_lora.ops.matmul import FILE, adapted, divisibility, finish, operand, tile_grid
-from wgpu_lora.ops.matmul_layout import product_layout
-from wgpu_lora.ops.matmul_tuning import FEW_ROWS, MatmulTuning, product_part, tilings
-from wgpu_lora.ops.matrix_stack import ALL_PARTS, backward_reference, forward_reference, region, sizes
+from wgpu_lora.ops.linear.frozen_product import FrozenProduct
+from wgpu_lora.ops.matmul.matmul import FILE, adapted, divisibility, finish, operand, tile_grid
+from wgpu_lora.ops.matmul.matmul_layout import product_layout
+from wgpu_lora.ops.matmul.matmul_tuning import FEW_ROWS, MatmulTuning, product_part, tilings
+from wgpu_lora.ops.matmul.matrix_stack import ALL_PARTS, backward_reference, forward_reference, region, sizes
 from wgpu_lora.weights.lowbit.lowbit_layout import constant_count, decode_device, scale_count, table_size, word_rows
 
 NUMPY = {"f16": np.float16, "f32": np.float32}
@@ -150,7 +150,7 @@ def codes_matmul(
     form: Word = "nt",
 ) -> Any:
     """y[m, n] (+)= a_scale[m] sum_k a[m, k] W[n, k] (+ bias[n]) (+ h factor^T, see `adapted`) for a W[n, k] of codes
-    of `bits` bits, see lowbit_layout.decode_device. stacked, gated: see ops.matrix_stack."""
+    of `bits` bits, see lowbit_layout.decode_device. stacked, gated: see ops.matmul.matrix_stack."""
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in codes_matmul.bindings}
@@ -199,7 +199,7 @@ def codes_matmul_backward(
     form: Word = "nn",
 ) -> Any:
     """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] (+ h factor, see `adapted`) for a W[k, n] of codes, from the same
-    words as forward. stacked: see ops.matrix_stack."""
+    words as forward. stacked: see ops.matmul.matrix_stack."""
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in codes_matmul_backward.bindings}

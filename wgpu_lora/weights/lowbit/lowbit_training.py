@@ -12,9 +12,9 @@ from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, Place, cdiv, k
 from wgpu_lora.gpu.reference_values import Part, evenly_spaced, is_expensive
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Arrays, Constants
-from wgpu_lora.ops.frozen_product import FrozenMatrix, FrozenProduct
+from wgpu_lora.ops.linear.frozen_product import FrozenMatrix, FrozenProduct
+from wgpu_lora.ops.linear.trained_matrix import TrainedMatrix
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.trained_matrix import TrainedMatrix
 from wgpu_lora.weights.lowbit.lowbit_layout import (
     from_words,
     join_constants,

@@ -12,7 +12,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, Place, Word, kernel, linear_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Storage, Tensor, align, persistent
-from wgpu_lora.ops.frozen_product import FrozenProduct
+from wgpu_lora.ops.linear.frozen_product import FrozenProduct
 from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared, Weight, read, write
 from wgpu_lora.weights.dense import DTYPES
 from wgpu_lora.weights.nf4.nf4_files import BitsAndBytesNF4

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import parse_object
+from wgpu_lora.files.json_files import parse_object
 from wgpu_lora.weights.base import Packed, StoredTensors
 from wgpu_lora.weights.nf4.nf4_reference import BLOCK, DYNAMIC_CODE, NAME, NESTED_BLOCK, NF4_CODE, PARTS, decode_parts
 

@@ -12,11 +12,11 @@ from wgpu_lora.gpu.kernel import Dim, Fixed, Flag, In, InOut, Place, Word, kerne
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor, persistent, share_storage, spanning
 from wgpu_lora.gpu.tiling import Arrays, Constants
-from wgpu_lora.ops.frozen_product import FrozenProduct
-from wgpu_lora.ops.matmul import FILE, adapted, divisibility, finish, operand, tile_grid
-from wgpu_lora.ops.matmul_layout import product_layout
-from wgpu_lora.ops.matmul_tuning import MatmulTuning, product_part, tilings
-from wgpu_lora.ops.matrix_stack import ALL_PARTS, backward_reference, forward_reference, region, sizes, split
+from wgpu_lora.ops.linear.frozen_product import FrozenProduct
+from wgpu_lora.ops.matmul.matmul import FILE, adapted, divisibility, finish, operand, tile_grid
+from wgpu_lora.ops.matmul.matmul_layout import product_layout
+from wgpu_lora.ops.matmul.matmul_tuning import MatmulTuning, product_part, tilings
+from wgpu_lora.ops.matmul.matrix_stack import ALL_PARTS, backward_reference, forward_reference, region, sizes, split
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.nf4.nf4_reference import BLOCK, NESTED_BLOCK, decode_words
 
@@ -108,7 +108,7 @@ def nf4_matmul(
     form: Word = "nt",
 ) -> Any:
     """y[m, n] (+)= a_scale[m] sum_k a[m, k] W[n, k] (+ bias[n]) (+ h factor^T, see `adapted`) for an NF4 W[n, k].
-    stacked, gated: see ops.matrix_stack."""
+    stacked, gated: see ops.matmul.matrix_stack."""
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in nf4_matmul.bindings}
@@ -155,7 +155,7 @@ def nf4_matmul_backward(
     form: Word = "nn",
 ) -> Any:
     """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] (+ h factor, see `adapted`) for an NF4 W[k, n], from the same
-    codes as forward. stacked: see ops.matrix_stack."""
+    codes as forward. stacked: see ops.matmul.matrix_stack."""
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in nf4_matmul_backward.bindings}

@@ -1,0 +1,1 @@
+"""Hosts, real and fake."""

@@ -1,0 +1,1 @@
+"""Processes that are confined, killed or share a device."""

@@ -1,0 +1,1 @@
+"""Protected runs and their brokers."""

@@ -1,0 +1,1 @@
+"""Ray actors on the hosts."""

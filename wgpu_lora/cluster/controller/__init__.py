@@ -1,0 +1,1 @@
+"""The actor that all runs belong to, and its state."""

@@ -1,0 +1,1 @@
+"""Starting Ray on hosts, and ending it."""

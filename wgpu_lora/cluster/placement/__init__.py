@@ -1,0 +1,1 @@
+"""Which device trains what."""

@@ -1,0 +1,1 @@
+"""Linear layers with adapters."""

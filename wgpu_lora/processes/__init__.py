@@ -1,0 +1,1 @@
+"""Processes: children with limits, signals, and what confines them."""

@@ -1,0 +1,17 @@
+"""The kinds of stages, by the name that a chain gives as `kind`."""
+
+from __future__ import annotations
+
+from wgpu_lora.names.registry import Registry
+from wgpu_lora.train.chain.stage import Stage
+
+STAGES: Registry[type[Stage]] = Registry(
+    {
+        "prepare": "wgpu_lora.train.chain.stages.prepare:Prepare",
+        "finetune": "wgpu_lora.train.chain.stages.finetune:Finetune",
+        "merge": "wgpu_lora.train.chain.stages.merge:Merge",
+        "gguf": "wgpu_lora.train.chain.stages.gguf:Gguf",
+        "cards": "wgpu_lora.train.chain.stages.cards:Cards",
+        "push": "wgpu_lora.train.chain.stages.push:Push",
+    }
+)
