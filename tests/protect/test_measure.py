@@ -40,7 +40,7 @@ def change(path: Path) -> None:
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of a part of the package."""
     (tmp_path / "wgpu_lora" / "demo").mkdir(parents=True)
-    for name in ("json_files.py", "errors.py"):
+    for name in ("errors.py", "events.py"):
         shutil.copy(measurements.PACKAGE / name, tmp_path / "wgpu_lora" / name)
     (tmp_path / "wgpu_lora" / "demo" / "odd name").write_bytes(b"12")
     for folder in ASSETS:
@@ -55,7 +55,7 @@ def test_every_file_of_the_package_counts(package: Path) -> None:
     whole = measurements.package()
     assert sorted(whole["files"]) == [
         "bricks/sub/file", "recipes/sub/file", "shaders/sub/file",
-        "wgpu_lora/demo/odd name", "wgpu_lora/errors.py", "wgpu_lora/files/json_files.py",
+        "wgpu_lora/demo/odd name", "wgpu_lora/errors.py", "wgpu_lora/events.py",
     ]  # fmt: skip
     for name in whole["files"]:
         before = (package / name).read_bytes()
