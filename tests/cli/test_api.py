@@ -34,7 +34,7 @@ from wgpu_lora.train.options.typed_options import TrainingOptions
 
 
 def test_importing_is_cheap():
-    code = "import sys, wgpu_lora, wgpu_lora.cli; sys.exit('wgpu' in sys.modules or 'rich' in sys.modules)"
+    code = "import sys, wgpu_lora, wgpu_lora.cli.app; sys.exit('wgpu' in sys.modules or 'rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -93,7 +93,7 @@ def test_mistakes_on_stdin(run: Run, monkeypatch: pytest.MonkeyPatch, piped: byt
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full, a file that is always full")
 @pytest.mark.parametrize("stderr", [subprocess.PIPE, None], ids=["stdout", "both"])
 def test_output_that_cannot_be_written(stderr: int | None):
-    code = "import sys, wgpu_lora.cli; sys.exit(wgpu_lora.cli.main(['--version']))"
+    code = "import sys; from wgpu_lora.cli.app import main; sys.exit(main(['--version']))"
     with open("/dev/full", "w") as full:
         process = subprocess.run(
             [sys.executable, "-c", code], stdout=full, stderr=stderr or full, text=True, check=False

@@ -35,7 +35,7 @@ NMSE = 1e-11  # mean squared error over the mean square of the reference: 3e-6 r
 WORST = 1e-5  # of (|value| + root mean square), for any one value
 
 for package in (wgpu_lora.ops, wgpu_lora.weights, wgpu_lora.train.objectives, wgpu_lora.train.optimizers):
-    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
 for family in pkgutil.iter_modules(support.kernels.__path__, "support.kernels."):
     importlib.import_module(family.name)
