@@ -150,7 +150,7 @@ def test_a_pipeline_and_a_benchmark_fit_their_model(device: Device, tmp_path: Pa
     data = write_rows(tmp_path / "rows.jsonl")
     tasks = [{"data": data, "checkpoint": tmp_path / name} for name in "ab"]
     job = wgpu_lora.MultiAdapterPipeline(tasks, model, max_iters=1).job
-    assert {run.args.max_length for run in job.runs} == {job.args.max_length} == {POSITIONS}
+    assert {run.args.max_length for run in job.runs} == {job.shared.args.max_length} == {POSITIONS}
     recipe = tmp_path / "r.toml"
     recipe.write_text(f'model = "{QWEN2}"\ndata = "{data}"\noutput = "{tmp_path / "out"}"\n')
     assert prepare_job(*prepared(Work(str(recipe)), tmp_path, device)).run.args.max_length == POSITIONS

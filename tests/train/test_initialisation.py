@@ -165,13 +165,13 @@ def test_adapters_of_all_kinds_beside_each_other(device: Device, tmp_path: Path)
             assert actual == want, f"{file} of {name}"
     for name in ("dora", "pissa"):
         task = task_of({"data": str(tmp_path / "rows.jsonl"), "checkpoint": "x", **KINDS[name]}, "task")
-        args = replace(task.arguments(replace(once.args, data=None)), output=str(tmp_path / "alone" / name))
+        args = replace(task.arguments(replace(once.shared.args, data=None)), output=str(tmp_path / "alone" / name))
         prepare_job(args, model).train()
         (_, alone), (_, beside) = (read_adapter(tmp_path / place / name) for place in ("alone", "once"))
         for module, parts in alone.items():
             for ours, theirs in zip(parts, beside[module], strict=True):
                 # The first updates of Adam are all of one size, and rounding may turn the smallest gradients round.
-                change = 3 * once.args.learning_rate * np.sqrt(ours.size)
+                change = 3 * once.shared.args.learning_rate * np.sqrt(ours.size)
                 assert np.linalg.norm(ours - theirs) < 0.01 * change, module
     again = pipeline(model, tmp_path, "again", start="once", max_steps=1, lora_r=16, lora_alpha=32.0, use_rslora=False)
     again.train()
