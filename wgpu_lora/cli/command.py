@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -49,25 +49,11 @@ class Command(TyperCommand):
                 self.params.insert(place + 1, _backend_option(parameter))
                 break
 
-    def make_parser(self, ctx: Any) -> Any:
-        parser = super().make_parser(ctx)
-        options: dict[str, Any] = parser._long_opt
-        ctx.meta[USED], ctx.meta[TYPED] = {}, {}
-        for name, option in list(options.items()):
-            positive = _positive(option)
-            options[name] = AliasedOption(option, positive.removeprefix("--"), ctx.meta, options.get(_negative(option)))
-        for alias, name in aliases_of([n.removeprefix("--").replace("-", "_") for n in options]).items():
-            for no in ("", "no-"):
-                option = options.get(f"--{no}{dashes(name)}")
-                if option:
-                    options[f"--{no}{dashes(alias)}"] = option.by_another_name(dashes(alias))
-        return parser
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True  # refused below, with advice
         typed = list(args)
         try:
-            remaining = super().parse_args(ctx, args)
+            remaining = super().parse_args(ctx, list(self._canonical(ctx, args)))
         except Exception as error:
             name = _unknown_option(error)
             if name is not None:
@@ -80,6 +66,44 @@ class Command(TyperCommand):
             raise UserError(self.extra(ctx, remaining[0]))
         return remaining
 
+    def _canonical(self, ctx: Any, args: Sequence[str]) -> Iterator[str]:
+        """The words of a command line with this command's names of its options, each value in the word of its option.
+
+        Raises:
+            UserError: an option is given under two names, or with a value too many.
+        """
+        options = {name: p for p in self.get_params(ctx) for name in (*p.opts, *p.secondary_opts) if name[:2] == "--"}
+        aliases = aliases_of([name.removeprefix("--").replace("-", "_") for name in options])
+        own = {f"--{no}{dashes(a)}": f"--{no}{dashes(name)}" for a, name in aliases.items() for no in ("", "no-")}
+        used, values = ctx.meta.setdefault(USED, {}), ctx.meta.setdefault(TYPED, {})
+        words = list(reversed(args))
+        while words:
+            word = words.pop()
+            typed, equals, value = word.partition("=")
+            name = own.get(dashes(typed), dashes(typed))
+            option: Any = options.get(name)
+            if option is None or word == "--":
+                yield from [word, *(reversed(words) if word == "--" else ())]
+                words = [] if word == "--" else words
+                continue
+            shown = dashes(typed).removeprefix("--")
+            shown = shown.removeprefix("no-") if name in option.secondary_opts else shown
+            if (first := used.setdefault(option.name, shown)) != shown:
+                raise UserError(f"--{first} and --{shown} are the same option: leave one out.")
+            if option.is_flag:
+                yield from _switch(option, name, equals, words)
+                values[option.name] = name
+            elif not (equals or words):
+                yield name
+            else:
+                value = value if equals else words.pop()
+                before = values.get(option.name, value)
+                if before != value and option.name in ONE:
+                    both = f"{before} and {value}"
+                    raise UserError(f"{flag(option.name)} takes one value, not both {both}: leave one out.")
+                values[option.name] = f"{before},{value}" if before != value and option.name in SEVERAL else value
+                yield f"{name}={values[option.name]}"
+
     def extra(self, ctx: Any, word: str) -> str:
         """The error for a word that belongs to no option."""
         return _extra(word, self._names(ctx), ctx.meta[TYPED], ctx.command_path)
@@ -90,10 +114,7 @@ class Command(TyperCommand):
 
     def _wrong_value(self, ctx: Any, error: Exception) -> str | None:
         """The error for an invalid value of an option; None if Typer's own is good."""
-        name, option = str(getattr(error, "option_name", "")), getattr(getattr(error, "param", None), "name", "")
-        if "not take a value" in str(error):
-            negative = next((n for p in self.get_params(ctx) if name in p.opts for n in p.secondary_opts), None)
-            return f"{name} takes no value: give {name}{f' or {negative}' if negative else ' or leave it out'}."
+        option = getattr(getattr(error, "param", None), "name", "")
         value = ctx.meta[TYPED].get(option)
         if not isinstance(value, str) or not re.search("number|integer|float", str(error)):
             return None
@@ -184,37 +205,15 @@ def _backend_option(device: Any) -> Any:
     return result
 
 
-class AliasedOption:
-    """An option of Typer's parser under one of its names; giving it under two names is an error."""
-
-    def __init__(self, option: Any, name: str, meta: dict[str, Any], opposite: Any):
-        self._option, self._name, self._meta, self._opposite = option, name, meta, opposite
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._option, name)
-
-    def by_another_name(self, name: str) -> AliasedOption:
-        return AliasedOption(self._option, name, self._meta, self._opposite)
-
-    def process(self, value: Any, state: Any) -> None:
-        first = self._meta[USED].setdefault(self._option.dest, self._name)
-        if first != self._name:
-            raise UserError(f"--{first} and --{self._name} are the same option: leave one out.")
-        before = self._meta[TYPED].setdefault(self._option.dest, value)
-        if before != value and self._option.dest in SEVERAL:
-            value = f"{before},{value}"
-        if before != value and self._option.dest in ONE:
-            raise UserError(f"{flag(self._option.dest)} takes one value, not both {before} and {value}: leave one out.")
-        self._meta[TYPED][self._option.dest] = value
-        option = self._option
-        following = state.rargs[0].lower() if state.rargs else ""
-        if not option.takes_value and following in (*TRUE, *FALSE):
-            state.rargs.pop(0)
-            if following in FALSE:
-                if self._opposite is None:
-                    return  # off is the default
-                option = getattr(self._opposite, "_option", self._opposite)
-        option.process(value, state)
+def _switch(option: Any, name: str, value: str, words: list[str]) -> list[str]:
+    """A switch as its parser takes it. words: that follow, the next one last; a true or false is taken off."""
+    others = option.opts if name in option.secondary_opts else option.secondary_opts
+    if value:
+        raise UserError(f"{name} takes no value: give {name}{f' or {others[0]}' if others else ' or leave it out'}.")
+    following = words[-1].lower() if words else ""
+    if following in (*TRUE, *FALSE):
+        words.pop()
+    return list(others[:1]) if following in FALSE else [name]  # off is the default of those without an opposite
 
 
 def _is_number(text: str) -> bool:
@@ -228,18 +227,6 @@ def _is_number(text: str) -> bool:
 def _unknown_option(error: Exception) -> str | None:
     """The option that Typer reports as unknown; None for other errors."""
     return str(getattr(error, "option_name", "")) if hasattr(error, "possibilities") else None
-
-
-def _positive(option: Any) -> str:
-    """The name of a parser's option without 'no-'."""
-    return next(iter(option.obj.opts))
-
-
-def _negative(option: Any) -> str:
-    """The name of the switch that does the opposite; '' if there is none."""
-    names = [*option.obj.opts, *option.obj.secondary_opts]
-    primary = option._long_opts[0] if option._long_opts else ""
-    return next((name for name in names if name != primary and name.startswith("--")), "") if len(names) == 2 else ""
 
 
 def unknown_command(typed: str, choices: Sequence[str], group: str) -> str:
