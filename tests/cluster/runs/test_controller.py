@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import ray
 from support.cli import QWEN2, SMALL, write_rows
-from support.cluster.hosts import WAIT
+from support.cluster.hosts import WAIT, until
 
 from wgpu_lora.cluster.cluster_connection import Cluster
 from wgpu_lora.cluster.messages import (
@@ -46,7 +46,7 @@ class Lab:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        (self.node,) = cluster.controller("nodes", seconds=WAIT)  # starts the controller and the host
+        (self.node,) = until(lambda: cluster.controller("nodes", seconds=WAIT))  # starts the controller and the host
         (self.device,) = self.node["devices"]
 
     def call(self, method: str, *arguments: Any) -> Any:
