@@ -18,7 +18,7 @@ T = TypeVar("T")
 def git(*arguments: str) -> str:
     """What git prints, or nothing where there is no git, no repository or no such commit."""
     try:
-        process = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        process = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
     except OSError:
         return ""
     return process.stdout if process.returncode == 0 else ""
