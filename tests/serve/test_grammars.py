@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from datetime import date
 from typing import Any
 
 import httpx
@@ -20,7 +21,7 @@ from support.tool_templates import HERMES_TEMPLATE
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.serve.grammars import MAX_TEXT, Vocabulary, answer_form, choice_grammar
-from wgpu_lora.serve.json_schemas import MAX_CHECKS, SchemaChecker
+from wgpu_lora.serve.json_schemas import MAX_CHECKS, SchemaChecker, grammar_from, grammar_schema
 from wgpu_lora.serve.schema import CompletionRequest
 
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -267,6 +268,25 @@ def test_a_json_object_follows_its_schema(client: OpenAI) -> None:
     form: Any = {"type": "json_object", "schema": {"properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}}
     answer = client.chat.completions.create(model="base", messages=ASK, response_format=form)
     assert json.loads(answer.choices[0].message.content or "") in ({"n": 1}, {"n": 2})
+
+
+@pytest.mark.parametrize("pattern", [{}, {"pattern": "[0-9]"}])
+@pytest.mark.parametrize("year", ["0000", "0001", "0100", "0400", "1900", "2000", "2023", "2024", "6245", "9996"])
+def test_dates_and_times_are_those_of_the_calendar(year: str, pattern: dict[str, str]) -> None:
+    def follows(name: str, text: str) -> bool:
+        return accepts(
+            grammar_from(grammar_schema({"type": "string", "format": name, **pattern}, True)[0]), f'"{text}"'
+        )
+
+    for day in ("01-31", "02-01", "02-28", "02-29", "02-30", "04-31", "10-01", "12-31"):
+        try:
+            exists = bool(date.fromisoformat(f"{year}-{day}"))
+        except ValueError:
+            exists = False
+        assert follows("date", f"{year}-{day}") == exists
+        assert follows("date-time", f"{year}-{day}T23:59:59.5+01:00") == exists
+    assert [follows("time", text) for text in ("23:59:59Z", "23:59:60Z")] == [True, False]
+    assert [follows("duration", text) for text in ("P1Y2M3DT300H4M5S", "P2W", "P1234567Y")] == [True, True, False]
 
 
 UNHELD: dict[str, tuple[Any, str, Any]] = {
