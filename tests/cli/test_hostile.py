@@ -282,7 +282,7 @@ def test_a_config_of_many_layers_costs_nothing(tmp_path: Path) -> None:
         "try: f.read_model(sys.argv[1])\nexcept f.UserError as e: print(e)"
     )
     process = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "m")], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code, str(tmp_path / "m")], capture_output=True, text=True, timeout=60
     )
     assert "is missing from the shards" in process.stdout, process.stderr
 
@@ -466,7 +466,7 @@ def test_a_name_is_shown_and_does_nothing(run: Run, tmp_path: Path, name: str, m
 def test_a_name_that_is_not_utf8_is_refused_at_the_start(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl")
     command = [sys.executable, "-m", "wgpu_lora", "finetune", *flags(**SMALL, model=QWEN2, data=data)]
-    process = subprocess.run([*command, "--output", bytes(tmp_path / "o") + b"\xff"], capture_output=True, timeout=300)
+    process = subprocess.run([*command, "--output", bytes(tmp_path / "o") + b"\xff"], capture_output=True, timeout=60)
     assert process.returncode == 2
     assert process.stderr.startswith(b"wgpu-lora: --output must be UTF-8 text")
     assert process.stderr.count(b"\n") == 1

@@ -168,7 +168,7 @@ def test_ai_sdk(server: Serving) -> None:
     if not shutil.which("node") or not modules.is_dir():
         pytest.skip("node and the AI SDK are not installed: run scripts/install_clients.sh")
     command = ["node", str(Path(__file__).with_name("ai_sdk.mjs")), str(modules), server.url]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     tokens = len(TOKENIZER.encode("<think>\nHm.\n</think>\n\nIt is warm.")) + 1
     for name, result in json.loads(run.stdout).items():

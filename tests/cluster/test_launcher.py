@@ -248,7 +248,7 @@ def test_the_tunnel_ends_with_a_process_that_is_killed(fake: FakeSsh, tmp_path: 
     ssh = psutil.Process(int((fake.folder / "pid").read_text()))
     process.kill()
     process.wait()
-    until(lambda: not alive(ssh))
+    until(lambda: not alive(ssh), 10)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_only_hosts_of_the_cluster_reach_ray(tmp_path: Path) -> None:
 
         rules.write_text(match[0].replace("10.0.0.1, 10.0.0.2, 10.0.0.3", f"{head.address}, {member.address}"))
         head.start([sys.executable, "-c", LISTEN])
-        until(lambda: reaches(stranger, 6379) and reaches(stranger, 7000))
+        until(lambda: reaches(stranger, 6379) and reaches(stranger, 7000), 20)
         head.run([NFT, "-f", str(rules)])
         assert reaches(member, 6379)
         assert reaches(head, 6379)

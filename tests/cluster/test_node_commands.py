@@ -53,7 +53,7 @@ def test_all_processes_of_a_cluster_are_ended_and_no_others() -> None:
         assert {process.pid for process in node_processes.of_cluster(name).values()} == {ours.pid, children[0].pid}
         assert node_processes.end(name) == []
         assert ours.wait(5) == -signal.SIGKILL
-        until(lambda: not node_processes._alive(children[0]))
+        until(lambda: not node_processes._alive(children[0]), 5)
         assert other.poll() is None
         assert node_processes._alive(children[1])
     finally:

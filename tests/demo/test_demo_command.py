@@ -39,7 +39,7 @@ def test_its_last_line_works_as_printed(
     assert report["before"]["loss"] != loss
     assert "knows one task" in lines[-3]
     assert "generate --adapter 'the run' --prompt " in lines[-1]
-    process = subprocess.run(lines[-1], shell=True, capture_output=True, text=True, timeout=300)
+    process = subprocess.run(lines[-1], shell=True, capture_output=True, text=True, timeout=120)
     assert process.returncode == 0, process.stderr
     after = dict(zip(report["requests"], report["after"]["answers"], strict=True))
     request = next(text for text in after if text in lines[-1].replace("'\"'\"'", "'"))

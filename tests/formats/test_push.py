@@ -88,7 +88,7 @@ def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     code = "import sys; from wgpu_lora.cli.app import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "push", *arguments]
     whole = clean | {"HF_HOME": arguments[0] + ".hub"} | environment  # nobody's token
-    return subprocess.run(command, env=whole, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=whole, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("public", [False, True])

@@ -176,7 +176,7 @@ def test_a_device_that_is_gone_holds_nothing(at: Path) -> None:
     del opened
     gc.collect()
     assert reference() is None
-    until(lambda: not ledger.read())
+    until(lambda: not ledger.read(), 10)
 
 
 def test_a_thread_that_waits_does_not_keep_another_from_ending(at: Path, device: Device, ledger: Ledger) -> None:

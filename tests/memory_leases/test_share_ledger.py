@@ -67,7 +67,7 @@ def test_users_share_a_directory_that_all_can_write() -> None:
         ledger = Ledger("gpu", Path(name))
         with take(ledger, 6, 10, "ours"):
             command = [sys.executable, "-c", OTHER_USER, name]
-            process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+            process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
             assert process.stdout.splitlines()[0] == "[(6, 'ours'), (4, 'theirs')]", process.stderr
             assert "6 by pid" in process.stdout.splitlines()[1]
         assert ledger.read() == []

@@ -127,7 +127,7 @@ def test_an_interrupted_waiter_leaves_the_queue(ledger: Ledger, number: int) -> 
         child = start(ledger.directory, 1, 10, wait=600)
         until(lambda: queue(ledger))
         child.send_signal(number)
-        _, errors = child.communicate(timeout=300)
+        _, errors = child.communicate(timeout=60)
         assert child.returncode not in (0, -signal.SIGTERM), errors
         assert [e.what for e in ledger.read()] == ["holder"]  # as the file is, not as a next look would clean it
 

@@ -229,7 +229,7 @@ def send_much(url: str, headers: dict[str, str], size: int) -> tuple[int, int]:
     part = bytes(1 << 16)
     chunk = b"%x\r\n%b\r\n" % (len(part), part) if "Transfer-Encoding" in headers else part
     sent, answer = 0, b""
-    with socket.create_connection(address(url), timeout=300) as line:
+    with socket.create_connection(address(url), timeout=20) as line:
         line.sendall(f"POST /v1/release HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n{head}\r\n".encode())
         with suppress(ConnectionError):  # it answered, and closed with bytes unread
             while sent < size and not select.select([line], [], [], 0)[0]:
@@ -296,7 +296,7 @@ def test_a_connection_lasts_no_longer_than_allowed(owner: Owner, monkeypatch: py
 
     def patient(url: str) -> float:
         start = time.monotonic()
-        with socket.create_connection(address(url), timeout=300) as line:
+        with socket.create_connection(address(url), timeout=10) as line:
             line.sendall(b"POST /v1/nonce HTTP/1.1\r\nX-")
             with suppress(ConnectionError):
                 assert line.recv(1) == b""

@@ -31,7 +31,7 @@ def accepted_by_command(model: Path, key: SigningKey = KEY) -> bool:
     public = model.parent / "key.pub"
     public.write_text(key.public.pem)
     command = [sys.executable, "-m", "model_signing", "verify", "key", "--public_key", str(public)]
-    process = subprocess.run([*command, "--signature", str(model / NAME), str(model)], capture_output=True, timeout=300)
+    process = subprocess.run([*command, "--signature", str(model / NAME), str(model)], capture_output=True, timeout=120)
     return process.returncode == 0
 
 

@@ -258,7 +258,7 @@ def test_what_a_function_prints_does_nothing_to_the_terminal(tmp_path: Path, cap
 def test_a_function_that_hangs_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(PRINTS)
     arguments = [str(tmp_path / "pid"), f"{tmp_path}/rewards.py:hangs"]
-    process = subprocess.run([sys.executable, "-c", PARENT, *arguments], timeout=300)
+    process = subprocess.run([sys.executable, "-c", PARENT, *arguments], timeout=120)
     assert process.returncode == -signal.SIGKILL
     end = time.monotonic() + 60
     while psutil.pid_exists(int((tmp_path / "pid").read_text())):

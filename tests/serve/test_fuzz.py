@@ -135,7 +135,7 @@ def server() -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def client(server: Serving) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=300) as client:
+    with httpx.Client(base_url=server.url, timeout=30) as client:
         yield client
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from datetime import date
 from typing import Any
 
 import httpx
@@ -20,7 +21,7 @@ from support.serving.serving import VOCAB, accepts, demo_tokenizer, serving
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer.serve.grammars import MAX_TEXT, Vocabulary, answer_form, choice_grammar
-from wgpu_lora.infer.serve.json_schemas import MAX_CHECKS, SchemaChecker
+from wgpu_lora.infer.serve.json_schemas import MAX_CHECKS, SchemaChecker, grammar_from, grammar_schema
 from wgpu_lora.infer.serve.schema import CompletionRequest
 
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -269,6 +270,25 @@ def test_a_json_object_follows_its_schema(client: OpenAI) -> None:
     assert json.loads(answer.choices[0].message.content or "") in ({"n": 1}, {"n": 2})
 
 
+@pytest.mark.parametrize("pattern", [{}, {"pattern": "[0-9]"}])
+@pytest.mark.parametrize("year", ["0000", "0001", "0100", "0400", "1900", "2000", "2023", "2024", "6245", "9996"])
+def test_dates_and_times_are_those_of_the_calendar(year: str, pattern: dict[str, str]) -> None:
+    def follows(name: str, text: str) -> bool:
+        return accepts(
+            grammar_from(grammar_schema({"type": "string", "format": name, **pattern}, True)[0]), f'"{text}"'
+        )
+
+    for day in ("01-31", "02-01", "02-28", "02-29", "02-30", "04-31", "10-01", "12-31"):
+        try:
+            exists = bool(date.fromisoformat(f"{year}-{day}"))
+        except ValueError:
+            exists = False
+        assert follows("date", f"{year}-{day}") == exists
+        assert follows("date-time", f"{year}-{day}T23:59:59.5+01:00") == exists
+    assert [follows("time", text) for text in ("23:59:59Z", "23:59:60Z")] == [True, False]
+    assert [follows("duration", text) for text in ("P1Y2M3DT300H4M5S", "P2W", "P1234567Y")] == [True, True, False]
+
+
 UNHELD: dict[str, tuple[Any, str, Any]] = {
     "unique": ({"type": "array", "items": {"enum": [1]}, "minItems": 2, "maxItems": 2, "uniqueItems": True},
                "uniqueItems", False),
@@ -350,7 +370,7 @@ def test_checks_that_wait_are_few_stop_nothing_else_and_end_with_their_client(mo
                 until(lambda: checker._count == 1)
             checks = [pool.submit(post) for _ in range(50)]
             until(lambda: sum(check.done() for check in checks) == 50 - MAX_CHECKS)
-            assert httpx.post(url, json={"prompt": "x", "guided_regex": "ab"}, timeout=300).json()["choices"]
+            assert httpx.post(url, json={"prompt": "x", "guided_regex": "ab"}, timeout=20).json()["choices"]
         finally:
             release.set()
         assert [check["valid"] for check in first.result()] == [True] * 3

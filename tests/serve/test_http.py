@@ -33,7 +33,7 @@ def slow() -> FakeEngine:
     return FakeEngine(script=lambda request: [300] * 1000, max_model_len=2000, seconds=0.02)
 
 
-def until(condition: Callable[[], Any], seconds: float = 300) -> None:
+def until(condition: Callable[[], Any], seconds: float = 10) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -143,7 +143,7 @@ def test_a_client_that_goes_away_frees_its_rows(stream: bool) -> None:
             until(lambda: len(server.fake.running) == 3)
             if stream:
                 assert b" 200 " in connection.recv(4096)
-        until(lambda: server.fake.aborted == 3)
+        until(lambda: server.fake.aborted == 3, 2)
         assert not server.fake.busy
         assert httpx.get(f"{server.url}/health").status_code == 200
 

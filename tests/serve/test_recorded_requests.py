@@ -38,7 +38,7 @@ def server() -> Iterator[Serving]:
 def test_a_recorded_request_is_answered(server: Serving, line: str) -> None:
     recorded = json.loads(line)
     body = recorded["body"]
-    answer = httpx.post(server.url + recorded["path"], json=body, timeout=300)
+    answer = httpx.post(server.url + recorded["path"], json=body, timeout=30)
     assert answer.status_code == 200, answer.text
     if body.get("stream"):
         events = [event.removeprefix("data: ") for event in answer.text.split("\n\n") if event]

@@ -42,7 +42,7 @@ class Process(NamedTuple):
 
     @property
     def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
     def text(self, model: str, prompt: str, **options: Any) -> str:
         messages: Any = [{"role": "user", "content": prompt}]
@@ -108,7 +108,7 @@ def test_what_does_not_finish_in_time_is_cut_off(ends: list[signal.Signals], str
     with process("--max-model-len", "2048", "--max-num-seqs", "1", "--end-seconds", seconds) as server:
         body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": stream}
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=300)
+            answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
             figure = 'num_requests_running{model_name="demo"} 1.0'
             while figure not in httpx.get(f"{server.url}/metrics").text:
                 time.sleep(0.02)
@@ -134,12 +134,12 @@ def test_a_flood_of_idle_connections_stops_no_answers() -> None:
         )
         next(stream)
         for number in range(300):
-            connection = flood.enter_context(socket.create_connection(address, timeout=300))
+            connection = flood.enter_context(socket.create_connection(address, timeout=10))
             if number % 3:  # the others send nothing at all
                 head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n"
                 connection.sendall(head + b"\r\n" * (number % 3 == 2))
             if number % 60 == 59:
-                assert httpx.get(f"{server.url}/health", timeout=300).status_code == 200
+                assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
                 assert server.text("demo", "Hi", max_tokens=2)
         assert list(stream)[-1].choices[0].finish_reason == "length"
         server.process.kill()

@@ -96,7 +96,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
     process, out = start(finetune(tmp_path)), tmp_path / "out"
     until(trained(out, 3))
     process.send_signal(number)
-    printed, err = process.communicate(timeout=300)
+    printed, err = process.communicate(timeout=120)
     assert process.returncode == 128 + number, err
     assert f"finetune --output {out} --resume" in printed
     assert "Traceback" not in err
@@ -116,7 +116,7 @@ def test_a_signal_during_the_start_ends_it_with_its_code(
     until(lambda: listening(process))
     time.sleep(delay)
     process.send_signal(number)
-    _, err = process.communicate(timeout=300)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 128 + number, err
     assert "Traceback" not in err
     assert (out / "adapter_config.json").exists() == (out / "run.json").exists()
@@ -130,7 +130,7 @@ def test_neither_ignored_signals_nor_a_reader_that_leaves_end_a_run(start: Start
     process.stdout.close()
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=300) == 0
+    assert process.wait(timeout=120) == 0
     lines = process.stderr.read().splitlines()
     assert [line for line in lines if not line.startswith("compiling the kernels")] == []
     facts = json.loads((out / "run.json").read_text())
@@ -163,7 +163,7 @@ def test_a_terminal_that_closes(start: Start, tmp_path: Path) -> None:
     until(trained(out, 2))
     os.close(ours)
     process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=300) == 128 + signal.SIGHUP
+    assert process.wait(timeout=120) == 128 + signal.SIGHUP
     assert json.loads((out / "run.json").read_text())["stop_reason"] == "interrupt"
 
 
@@ -172,7 +172,7 @@ def test_output_that_nobody_reads_is_silence(start: Start, command: list[str]) -
     process = start([*COMMAND, *command])
     process.stdout.close()
     assert process.stderr.read() == ""
-    assert process.wait(timeout=300) == 0
+    assert process.wait(timeout=60) == 0
 
 
 # -- a device that stops working at any point --------------------------------------------------------------------------

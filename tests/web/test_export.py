@@ -93,7 +93,7 @@ def test_web_refuses_what_is_no_site(run: Run, tmp_path: Path) -> None:
 
 
 def status(port: int, path: str, host: str = "127.0.0.1") -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     connection.request("GET", path, headers={"Host": f"{host}:{port}"})
     result = connection.getresponse().status
     connection.close()

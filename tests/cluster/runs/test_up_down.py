@@ -89,7 +89,7 @@ def test_up_status_down(hosts: Hosts, tmp_path: Path) -> None:
     until(lambda: running(head, "ray::RunController"))
     assert running(here, "ssh ")
     here.signal(run, signal.SIGKILL)
-    until(lambda: not running(here, "ssh "))  # the tunnel ends with its process
+    until(lambda: not running(here, "ssh "), 60)  # the tunnel ends with its process
     assert running(head, "ray::RunController")  # until the cluster is down
 
     worker.run(["pkill", "-KILL", "raylet"])  # in its own process namespace
@@ -104,7 +104,7 @@ def test_up_status_down(hosts: Hosts, tmp_path: Path) -> None:
             for host, commands_before in zip((head, worker), before, strict=True)
         ]
 
-    until(lambda: not any("sshd" in line for some in new_processes() for line in some))  # of ended connections
+    until(lambda: not any("sshd" in line for some in new_processes() for line in some), 60)  # ended connections
     assert new_processes() == [{"sleep 1000"}, set()]
     assert not list((head.tmp / "home").rglob("token")) + list((here.tmp / "home").rglob("token"))
 

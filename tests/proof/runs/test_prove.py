@@ -221,7 +221,7 @@ def test_an_interrupt_ends_the_children_and_leaves_their_logs(tmp_path: Path) ->
     children = psutil.Process(process.pid).children(recursive=True)
     assert children
     process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=300)[0]
+    output = process.communicate(timeout=60)[0]
     assert process.returncode == 130
     assert f"{out}/logs/" in output
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]

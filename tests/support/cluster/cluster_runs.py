@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from support.cli import write_rows
-from support.cluster.hosts import Hosts
+from support.cluster.hosts import WAIT, Hosts
 
 # Options of runs whose steps are as short as the demo model allows, so that many kills fall into one run.
 SMALL_STEPS: dict[str, Any] = {
@@ -34,13 +34,13 @@ def cluster(hosts: Hosts, command: str, *words: Any, check: bool = True) -> Any:
     return hosts[0].python(*argv, check=check)
 
 
-OBSERVER = """
+OBSERVER = f"""
 import json, sys
 from wgpu_lora.cluster.cluster_connection import Target, connected
 from wgpu_lora.cluster.run_status import as_json, snapshot_of
 with connected(Target(sys.argv[1])) as cluster:
     for line in sys.stdin:
-        cluster.controller("nodes", seconds=900)
+        cluster.controller("nodes", seconds={WAIT})
         print(json.dumps(as_json(snapshot_of(cluster))), flush=True)
 """
 

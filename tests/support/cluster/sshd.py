@@ -38,7 +38,7 @@ def start_sshd(hosts: Hosts, server: Host) -> subprocess.Popen[Any]:
     config.write_text("\n".join([*lines, ""]))
     server.run(["mkdir", "-p", "/run/sshd"])
     process = server.start([SSHD, "-D", "-e", "-f", str(config)], stderr=subprocess.DEVNULL)
-    until(lambda: "LISTEN" in server.run(["ss", "-ltn", "sport = :22"]).stdout)
+    until(lambda: "LISTEN" in server.run(["ss", "-ltn", "sport = :22"]).stdout, 20)
     return process
 
 

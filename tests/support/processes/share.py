@@ -40,7 +40,7 @@ def start(directory: Path, need: int, budget: int, wait: float = 0) -> subproces
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def until(condition: Callable[[], Any], seconds: float = 300) -> None:
+def until(condition: Callable[[], Any], seconds: float = 60) -> None:
     """Waits for a condition, and fails where it does not come."""
     end = time.monotonic() + seconds
     while not condition():

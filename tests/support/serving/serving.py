@@ -207,7 +207,7 @@ class Serving:
 
     @property
     def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="key", max_retries=0, timeout=300)
+        return OpenAI(base_url=f"{self.url}/v1", api_key="key", max_retries=0, timeout=30)
 
     @property
     def fake(self) -> FakeEngine:

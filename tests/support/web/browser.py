@@ -92,7 +92,7 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait_for(self, condition: str, seconds: float = 300) -> None:
+    def wait_for(self, condition: str, seconds: float = 60) -> None:
         end = time.monotonic() + seconds
         while not self.evaluate(f"return Boolean({condition})"):
             assert time.monotonic() < end, f"{condition}: not within {seconds} s; {self.errors}; {self.text()}"

@@ -435,7 +435,7 @@ def test_training_goes_on_without_a_network(site: Path, tmp_path: Path) -> None:
         )
         assert resumed == again
         page.call("Browser.crashGpuProcess")
-        page.wait_for("!document.getElementById('error').hidden")
+        page.wait_for("!document.getElementById('error').hidden", 20)
         assert "lost the GPU" in error_of(page)
 
 

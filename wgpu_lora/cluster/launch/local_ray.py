@@ -28,7 +28,7 @@ from wgpu_lora.processes.signals import end_signal_delayed
 DIRECTORY = "WGPU_LORA_CLUSTER_LOCAL_DIR"  # where its state is, instead of the user's state directory
 RECORD, LOCK, USERS = "local", "local.lock", "users.lock"  # in that directory
 PREFIX, TOKEN = "wgl-", "token"
-START_SECONDS, LOCK_SECONDS = 300.0, 330.0  # on a busy machine
+START_SECONDS, LOCK_SECONDS = 300.0, 330.0  # a busy machine takes more than two minutes
 ATTEMPTS, SLOW = 3, "timed out during startup"  # after 30 s for the second of its processes, which cannot be changed
 HERE = "127.0.0.1"
 ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray is for this machine only, and takes HERE for its address

@@ -43,7 +43,13 @@ TYPES: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(CONDITIONS, ((dict, bool), "a schema")), "$ref": (str, "a text"),
     "required": (list, "a list of texts"),
 }  # fmt: skip
-NO_LEAP_SECONDS = "^[^:]*:[^:]*:[0-5]"  # which most programs do not read
+# What a grammar allows and few programs read: February 29 of any year, year 0, leap seconds, numbers without end.
+_DATE = (
+    "^([^0]|0[^0]|00[^0]|000[^0])[0-9]*-(0[13-9]|1[0-2]|02-[01]|02-2[0-8])"
+    "|^([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)-02-29"
+)
+_TIME = "^[^:]*:[^:]*:[0-5]"
+FORMATS = {"date": (_DATE,), "time": (_TIME,), "date-time": (_DATE, _TIME), "duration": ("^P(T?[0-9]{1,6}[A-Z])*$",)}
 _IRREGULAR = re.compile(r"\(\?<?[=!]|\\[1-9k]")  # look-arounds and backreferences
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 
@@ -119,8 +125,8 @@ class _ClosedSchema:
                 self.left_out.add(key)
             elif not (key == "uniqueItems" and value is False):
                 result[key] = value
-        if result.get("format") in ("date-time", "time"):
-            result.setdefault("pattern", NO_LEAP_SECONDS)
+        if patterns := FORMATS.get(str(result.get("format"))):
+            result["allOf"] = [*result.get("allOf", ()), *({"pattern": pattern} for pattern in patterns)]
         names: dict[str, Any] = {}
         if closes and self._gather(node, names, joins, set()):
             types = node.get("type")
