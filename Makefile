@@ -178,4 +178,5 @@ lint: setup .venv/all  ## ruff, mypy and import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m scripts.typed_options --check
 	$(BIN)/lint-imports --no-cache

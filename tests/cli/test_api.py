@@ -15,7 +15,6 @@ from dataclasses import fields
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -28,9 +27,8 @@ import wgpu_lora
 from wgpu_lora.api import notebook_progress
 from wgpu_lora.files import installation
 from wgpu_lora.files.atomic import numbered
-from wgpu_lora.infer.generation_options import AnswerOptions, GenerationOptions
+from wgpu_lora.infer.generation_options import GenerationOptions
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.options.typed_options import TrainingOptions
 
 
 def test_importing_is_cheap():
@@ -108,16 +106,6 @@ def test_signatures_are_real():
         assert "repetition_penalty (float, default 1.0): " in function.__doc__
     assert "--" not in inspect.getdoc(wgpu_lora.finetune)  # they are arguments here
     assert dir(wgpu_lora) == sorted(wgpu_lora.__all__)
-
-
-@pytest.mark.parametrize(
-    ("options", "typed"), [(TrainingArguments, TrainingOptions), (GenerationOptions, AnswerOptions)]
-)
-def test_type_checkers_see_every_option(options: type, typed: type):
-    hints, stated = get_type_hints(typed), get_type_hints(options)
-    assert list(hints) == [f.name for f in fields(options)], f"{typed.__name__} needs the same lines in the same order"
-    for name, kind in stated.items():
-        assert set(get_args(kind) or (kind,)) <= set(get_args(hints[name]) or (hints[name],)), name
 
 
 def test_models_and_answers_show_themselves_in_a_line():

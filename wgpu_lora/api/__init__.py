@@ -22,10 +22,10 @@ from wgpu_lora.data import split_python_rows
 from wgpu_lora.errors import TrainingWarning, UserError
 from wgpu_lora.events import EventForwarder, Events, StepResult
 from wgpu_lora.infer.answers import Answer
-from wgpu_lora.infer.generation_options import AnswerOptions, GenerationOptions
+from wgpu_lora.infer.generation_options import GenerationOptions
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.names.typed_options import AnswerOptions, TrainingOptions
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values, named
-from wgpu_lora.train.options.typed_options import TrainingOptions
 from wgpu_lora.train.options.unused_options import unused_options
 from wgpu_lora.train.prepare_job import prepare_job
 from wgpu_lora.train.resolve_options import resolve_options

@@ -11,10 +11,11 @@ from wgpu_lora.api.notebook_progress import Bars
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import EventForwarder, Events
 from wgpu_lora.infer.answers import Answer, answer_slots, answer_table, stream_slot, tokenizer_of
-from wgpu_lora.infer.generation_options import AnswerOptions, generation_options
+from wgpu_lora.infer.generation_options import generation_options
 from wgpu_lora.infer.named_adapters import check_directory, slots_of
 from wgpu_lora.infer.prompts import Messages, Prompt, check_prompt
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.names.typed_options import AnswerOptions
 
 Model = LoadedModel | str | Path
 

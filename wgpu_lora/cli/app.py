@@ -23,12 +23,12 @@ from wgpu_lora.cli.console import long_work_shown
 from wgpu_lora.cli.convert import export, import_model, merge, push, quantize
 from wgpu_lora.cli.data import data
 from wgpu_lora.cli.demo import demo
-from wgpu_lora.cli.devices import cleared, info, share, tune
-from wgpu_lora.cli.finetune import finetune, run_protected
+from wgpu_lora.cli.devices import info, share, tune
+from wgpu_lora.cli.finetune import finetune
 from wgpu_lora.cli.inference.chat import chat
 from wgpu_lora.cli.inference.evaluate import evaluate
 from wgpu_lora.cli.inference.generate import generate
-from wgpu_lora.cli.parameters import TrainingCommand, dashed, training_options
+from wgpu_lora.cli.parameters import TrainingCommand, dashed
 from wgpu_lora.cli.plan import plan
 from wgpu_lora.cli.protect import protect
 from wgpu_lora.cli.prove import prove
@@ -85,9 +85,9 @@ def _root(
 
 
 app.command(cls=Command)(info)
-app.command(cls=TrainingCommand)(training_options(finetune, run_protected))
-app.command(cls=TrainingCommand)(training_options(plan))
-app.command(cls=TrainingCommand)(training_options(tune, cleared))
+app.command(cls=TrainingCommand)(finetune)
+app.command(cls=TrainingCommand)(plan)
+app.command(cls=TrainingCommand)(tune)
 app.command(cls=Command)(profile)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(chat)

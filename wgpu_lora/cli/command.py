@@ -22,7 +22,8 @@ from wgpu_lora.train.objectives import OBJECTIVES
 
 MAY_BE_EMPTY = {"prompt", "system"}  # an empty prompt has its own error, an empty system message is allowed
 TRUE, FALSE = ("true", "yes"), ("false", "no")
-USED, TYPED = "wgpu_lora.used", "wgpu_lora.typed"  # in a context's `meta`: parameter -> the name and the value given
+# In a context's `meta`, by parameter: the name and the value given, and values of `Command.declared`.
+USED, TYPED, DECLARED = "wgpu_lora.used", "wgpu_lora.typed", "wgpu_lora.declared"
 ONE = {"data", "eval_data"}  # a second value would silently replace the first
 SEVERAL = {"report_to"}  # several values are a list
 MORE = 4  # maximum sentences about further options of other programs
@@ -40,7 +41,12 @@ class Command(TyperCommand):
 
     Underscores may replace dashes (`token_normalize_func` of the root), and a switch may be followed by true or false.
     An empty value is an error, since an unset shell variable causes it. Beside `--device`, a command has `--backend`.
+
+    Attributes:
+        declared: parameters that are no arguments of the command's function; their values are in the context's `meta`.
     """
+
+    declared: Sequence[Any] = ()
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -113,10 +119,10 @@ class Command(TyperCommand):
         return [re.sub(r"^\{(.+)\}", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
 
     def _wrong_value(self, ctx: Any, error: Exception) -> str | None:
-        """The error for an invalid value of an option; None if Typer's own is good."""
+        """The error for an invalid value of an option; only those of numbers can be. None for other errors."""
         option = getattr(getattr(error, "param", None), "name", "")
         value = ctx.meta[TYPED].get(option)
-        if not isinstance(value, str) or not re.search("number|integer|float", str(error)):
+        if not isinstance(value, str):
             return None
         return f"{flag(option)} must be a {'whole ' if _is_number(value) else ''}number, not {value!a:.80}."
 
@@ -135,6 +141,7 @@ class Command(TyperCommand):
             for item in value if isinstance(value, list | tuple) else [value]:
                 if name not in MAY_BE_EMPTY and isinstance(item, str | Path) and is_path(str(item)):
                     check_links(Path(item))
+        ctx.meta[DECLARED] = {parameter.name: ctx.params.pop(parameter.name) for parameter in self.declared}
         return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -11,11 +11,10 @@ import typer
 from wgpu_lora.cli import parameters
 from wgpu_lora.cli.command import Command, Group
 from wgpu_lora.cli.console import Bar, console, line, next_commands, print_json, table
-from wgpu_lora.cli.parameters import Json, TrainingCommand, choice, training_options
+from wgpu_lora.cli.parameters import Json, TrainingCommand, choice, training_arguments
 from wgpu_lora.cli.plan import PricePerHour, as_facts, show_projection
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.text import count_noun, percent
-from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:
     from wgpu_lora.data.curation.curate import Progress
@@ -26,8 +25,7 @@ CHOICES = ("max length", "packing", "cut", "lost", "tokens kept", "padding", "st
 
 
 def stats(
-    args: TrainingArguments,
-    note: str | None,
+    ctx: typer.Context,
     page: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("data-stats.html"),
     measure: Annotated[bool, typer.Option(help="Take a few steps, and project the time of the run.")] = True,
     price_per_hour: PricePerHour = None,
@@ -60,6 +58,7 @@ def stats(
         shape_config(shape)  # refuses unknown names
     if not measure and (project or price_per_hour is not None):
         raise UserError("--project and --price-per-hour need measured steps: leave --no-measure out.")
+    args, note = training_arguments(ctx)
     args = with_demo_data(args)
     model = open_model(args.model or "demo", args.device, args.base_dtype)
     result = row_statistics(args, model)
@@ -142,8 +141,7 @@ PARTS = {1: ("row",), 2: ("chosen", "rejected")}  # names of a sample's sequence
 
 
 def show(
-    args: TrainingArguments,
-    note: str | None,
+    ctx: typer.Context,
     row: Annotated[
         list[int] | None,
         typer.Option(help="Number of a row, from 1; may be repeated. By default the first three. [x>=1]"),
@@ -164,6 +162,7 @@ def show(
 
     if any(number < 1 for number in row or ()):
         raise UserError("--row counts from 1: give a larger number.")
+    args, note = training_arguments(ctx)
     args = with_demo_data(args)
     model = args.model or "demo"
     source, numbers = sources_of(args)[0], set(row or ())
@@ -228,8 +227,8 @@ EDITS, COLUMNS = "Edits", "Held-out rows"
 data = typer.Typer(
     cls=Group, name="data", help="Prepare training data, and show what is in them.", rich_markup_mode=None
 )
-data.command("stats", cls=TrainingCommand)(training_options(stats))
-data.command("show", cls=TrainingCommand)(training_options(show))
+data.command("stats", cls=TrainingCommand)(stats)
+data.command("show", cls=TrainingCommand)(show)
 
 
 @data.command("prepare", cls=Command)

@@ -13,12 +13,11 @@ import typer
 from wgpu_lora.cli.command import Command, Group
 from wgpu_lora.cli.console import console, line, print_json
 from wgpu_lora.cli.finetune import Adapters, AdaptersConfig, BatchTokens, Schedule, job_of
-from wgpu_lora.cli.parameters import Device, Json, refuse_unused
+from wgpu_lora.cli.parameters import Device, Json, given_options, refuse_unused, training_arguments
 from wgpu_lora.cli.plan import Shape
 from wgpu_lora.cli.training_progress import StartupProgress
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.text import count_noun
-from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device_list import DeviceInfo
@@ -218,8 +217,7 @@ def _show(device: dict[str, Any]) -> None:
 
 
 def tune(
-    args: TrainingArguments,
-    note: str | None,
+    ctx: typer.Context,
     adapters: Adapters = None,
     adapters_config: AdaptersConfig = None,
     schedule: Schedule = "synchronized",
@@ -233,9 +231,19 @@ def tune(
     The options are those of 'finetune'. Sizes that a run had no time for are timed too; --retune times all again. No
     weights are loaded.
     """
+    from wgpu_lora.gpu.device import Device
     from wgpu_lora.gpu.memory_leases import claim
     from wgpu_lora.gpu.tuner import Tuner
+    from wgpu_lora.gpu.tuning_cache import ChoiceFile
 
+    if clear:
+        names = [parameter.name for parameter in ctx.command.params]
+        refuse_unused(ctx, {*names} - {"clear", "device"}, "with --clear")
+        file = ChoiceFile(Device(given_options(ctx).get("device")))
+        file.clear()
+        line("cleared", str(file.path), whole=True)
+        return 0
+    args, _ = training_arguments(ctx)
     if not 0 < seconds < math.inf:
         raise UserError(f"--seconds is {seconds:g}: give a number of seconds greater than 0.")
     if not args.tune:
@@ -249,18 +257,4 @@ def tune(
         with claim(session.device, session.needs(), "tune"):
             tuner.tune(programs, watcher)
     line("tilings", str(tuner.file.path), whole=True)
-    return 0
-
-
-def cleared(ctx: typer.Context, options: dict[str, Any], recipe: str | None, values: dict[str, Any]) -> int | None:
-    """The exit code of --clear; None without it."""
-    if not values["clear"]:
-        return None
-    from wgpu_lora.gpu.device import Device
-    from wgpu_lora.gpu.tuning_cache import ChoiceFile
-
-    refuse_unused(ctx, ctx.params.keys() - {"clear", "device"}, "with --clear")
-    file = ChoiceFile(Device(options.get("device")))
-    file.clear()
-    line("cleared", str(file.path), whole=True)
     return 0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wgpu_lora.cli.console import FEWEST, OF_ADAPTERS, OFTEN, Bar, console, is_terminal, line, next_commands
-from wgpu_lora.cli.parameters import choice, refuse_unused
+from wgpu_lora.cli.parameters import choice, given_options, refuse_unused, training_arguments
 from wgpu_lora.cli.run_summary import CURES, describe, describe_answers, describe_best, describe_end
 from wgpu_lora.cli.training_progress import StartupProgress, Trend, hardware
 from wgpu_lora.errors import UserError
@@ -86,8 +86,7 @@ Answers = Annotated[
 
 
 def finetune(
-    args: TrainingArguments,
-    note: str | None,
+    ctx: typer.Context,
     adapters: Adapters = None,
     adapters_config: AdaptersConfig = None,
     schedule: Schedule = "synchronized",
@@ -100,6 +99,10 @@ def finetune(
 
     Without --model and --data, the demo model is trained on the demo's data.
     """
+    if protected:
+        return run_protected(ctx, protected, nonce)
+    refuse_unused(ctx, ("nonce",), "without --protected")
+    args, note = training_arguments(ctx)
     if answers < 0:
         raise UserError(f"--answers must be 0 or more, not {answers}.")
     if note:
@@ -390,14 +393,8 @@ def report(
 NOT_OF_JOBS = ("recipe", "adapters", "adapters_config", "schedule", "batch_tokens")
 
 
-def run_protected(
-    ctx: typer.Context, options: dict[str, Any], recipe: str | None, values: dict[str, Any]
-) -> int | None:
-    """Run the command with --protected; None without it."""
-    path: Path | None = values.get("protected")
-    if path is None:
-        refuse_unused(ctx, ("nonce",), "without --protected")
-        return None
+def run_protected(ctx: typer.Context, path: Path, nonce: str | None) -> int:
+    """Run a protected job."""
     refuse_unused(ctx, NOT_OF_JOBS, "with --protected, whose file has all of that")
     from wgpu_lora.protect import check_libraries
 
@@ -405,10 +402,11 @@ def run_protected(
     from wgpu_lora.protect.runs import protected_job as jobs
     from wgpu_lora.protect.runs.protected_run import finetune_protected
 
+    options = given_options(ctx)
     resume = bool(options.pop("resume", False))
     job = jobs.read_job(path)
     try:
-        record = finetune_protected(job, resume=resume, nonce=values.get("nonce"), watch=_watched, say=line, **options)
+        record = finetune_protected(job, resume=resume, nonce=nonce, watch=_watched, say=line, **options)
     except (UserError, OSError):
         raise
     except Exception as error:  # terminals are logged, too

@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
+from copy import copy
 from dataclasses import fields, replace
+from functools import cache
 from glob import escape, glob
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
 
-from wgpu_lora.cli.command import OPTIONS, Command
+from wgpu_lora.cli.command import DECLARED, OPTIONS, Command
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.assets import asset_dir
 from wgpu_lora.train.option_types import FOREVER, kinds
@@ -148,10 +150,22 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 class TrainingCommand(Command):
     """A command with all training options: --help shows the most common ones, --help-all all of them.
 
-    --wait may be given without a number.
+    Its function gets them from `training_arguments`. --wait may be given without a number.
+
+    Attributes:
+        kinds: further dataclasses whose fields are options of the command.
     """
 
     most_used: ClassVar[Sequence[str]] = MOST_USED
+    kinds: ClassVar[Sequence[type]] = ()
+
+    def __init__(self, *args: Any, params: list[Any], **options: Any):
+        *of_training, show_all = _declared_options(TrainingArguments)
+        others, show_all = [p for kind in self.kinds for p in _declared_options(kind)], copy(show_all)
+        self.declared = [*of_training, *others, show_all]
+        count = len(self.declared) + len(params) - 1
+        show_all.help = f"Show all {count} options: --recipe, --adapters, memory, batches, saving and so on."
+        super().__init__(*args, params=[*of_training, *params, *others, show_all], **options)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         following = [*args[1:], "-"][: len(args)]
@@ -180,6 +194,30 @@ class TrainingCommand(Command):
             formatter.write_dl([by_name[name].get_help_record(ctx) for name in ("help_all", "help")])
 
 
+@cache
+def _declared_options(kind: type) -> list[Any]:
+    """Options for the fields of a dataclass, as Typer has them; those of training between --recipe and --help-all."""
+    items = fields(kind)
+    parameters = [*map(_option_parameter, items)]
+    if kind is TrainingArguments:
+        recipe = typer.Option(help=RECIPE, rich_help_panel=PANELS[0], autocompletion=RECIPES)
+        show_all = typer.Option("--help-all", is_eager=True, callback=_show_all, rich_help_panel=OPTIONS)
+        parameters = [
+            _parameter("recipe", Annotated[str | None, recipe], None),
+            *map(_option_parameter, sorted(items, key=lambda item: PANELS.index(item.metadata["panel"]))),
+            _parameter("help_all", Annotated[bool, show_all], False),
+        ]
+
+    def command(**values: Any) -> None:
+        """Has the parameters only."""
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    return list(typer.main.get_command(app).params)
+
+
 def _show_all(ctx: typer.Context, value: bool) -> None:
     if value and not ctx.resilient_parsing:
         ctx.params["help_all"] = True
@@ -187,51 +225,33 @@ def _show_all(ctx: typer.Context, value: bool) -> None:
         raise typer.Exit()
 
 
-Instead = Callable[[typer.Context, dict[str, Any], str | None, dict[str, Any]], int | None]
+def given_options(ctx: typer.Context, kind: type = TrainingArguments) -> dict[str, Any]:
+    """The options of a dataclass that the command line has."""
+    return {f.name: ctx.meta[DECLARED][f.name] for f in fields(kind) if is_given(ctx, f.name)}
 
 
-def training_options(run: Callable[..., int], instead: Instead | None = None) -> Callable[..., int]:
-    """Create a command from `run(args: TrainingArguments, note: str | None, ...)` with all training options.
+def recipe_of(ctx: typer.Context) -> str | None:
+    """The recipe that the command line names."""
+    return ctx.meta[DECLARED]["recipe"]
 
-    `note` names the recipe that the options come from, if there is one. Further parameters become further options.
 
-    Args:
-        instead: called first with the given options of training, the recipe and the further options; unless it returns
-            None, that is the exit code.
-    """
-    names = [f.name for f in fields(TrainingArguments)]
-
-    def command(ctx: typer.Context, recipe: str | None, help_all: bool, **values: Any) -> int:
-        explicit = {name: values.pop(name) for name in names if is_given(ctx, name)}
-        if instead and (code := instead(ctx, explicit, recipe, values)) is not None:
-            return code
-        own_data = any(values.get(name) for name in ("adapters", "adapters_config"))
-        if not own_data:
-            refuse_unused(ctx, OF_SEVERAL, "without --adapters or --adapters-config")
-        pipeline_checkpoint = _first_checkpoint(**values) if own_data and explicit.get("resume") else None
-        demo = not (own_data or values.get("shape"))
-        args, path = resolve_options(explicit, recipe, "The command line", demo, pipeline_checkpoint)
-        if values.get("shape"):  # which stands for the model and the data of a recipe
-            unset: dict[str, Any] = dict.fromkeys({"model", "data", "eval_data"} - explicit.keys())
-            args = replace(args, **unset)
-        warn_unused(explicit, args)
-        note = None
-        if path is not None:
-            note = f"{path}" if recipe else f"{path}: no --data is given, so the demo model is trained on its own data"
-        return run(args, note, **{name: value for name, value in values.items() if name not in names})
-
-    extra_parameters = list(inspect.signature(run, eval_str=True).parameters.values())[2:]
-    parameters = [
-        _parameter("ctx", typer.Context, inspect.Parameter.empty),
-        _parameter("recipe", Annotated[str | None, _recipe()], None),
-        *map(option_parameter, sorted(fields(TrainingArguments), key=lambda f: PANELS.index(f.metadata["panel"]))),
-        *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in extra_parameters),
-        _parameter("help_all", Annotated[bool, _help_all(len(names) + len(extra_parameters) + 1)], False),
-    ]
-    command.__name__, command.__doc__ = run.__name__, run.__doc__
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    return command
+def training_arguments(ctx: typer.Context) -> tuple[TrainingArguments, str | None]:
+    """The training options of a command line, and the recipe that they come from, if there is one, for people."""
+    given, recipe, others = given_options(ctx), recipe_of(ctx), ctx.params
+    several = bool(others.get("adapters") or others.get("adapters_config"))
+    if not several:
+        refuse_unused(ctx, OF_SEVERAL, "without --adapters or --adapters-config")
+    resumed = several and given.get("resume")
+    first = _first_checkpoint(others["adapters"], others["adapters_config"]) if resumed else None
+    demo = not (several or others.get("shape"))
+    args, path = resolve_options(given, recipe, "The command line", demo, first)
+    if others.get("shape"):  # which stands for the model and the data of a recipe
+        unset: dict[str, Any] = dict.fromkeys({"model", "data", "eval_data"} - given.keys())
+        args = replace(args, **unset)
+    warn_unused(given, args)
+    if path is None or recipe:
+        return args, str(path) if path else None
+    return args, f"{path}: no --data is given, so the demo model is trained on its own data"
 
 
 def warn_unused(names: Collection[str], args: TrainingArguments) -> None:
@@ -240,23 +260,14 @@ def warn_unused(names: Collection[str], args: TrainingArguments) -> None:
         typer.echo(f"wgpu-lora: note: {text}", err=True)
 
 
-def _first_checkpoint(adapters: list[str] | None, adapters_config: Path | None, **options: Any) -> str:
+def _first_checkpoint(adapters: list[str] | None, adapters_config: Path | None) -> str:
     """Where the record of a resumed pipeline is, or a file that points to it."""
     from wgpu_lora.train.adapter_tasks import named_tasks
 
     return named_tasks(adapters or [], adapters_config)[0].checkpoint
 
 
-def _recipe() -> Any:
-    return typer.Option(help=RECIPE, rich_help_panel=PANELS[0], autocompletion=RECIPES)
-
-
-def _help_all(options: int) -> Any:
-    text = f"Show all {options} options: --recipe, --adapters, memory, batches, saving and so on."
-    return typer.Option("--help-all", help=text, is_eager=True, callback=_show_all, rich_help_panel=OPTIONS)
-
-
-def option_parameter(item: Any) -> inspect.Parameter:
+def _option_parameter(item: Any) -> inspect.Parameter:
     """The parameter of a command for a declared field (`train.option_types.option`)."""
     parts, metadata = kinds(item), item.metadata
     kind: Any = KINDS[parts[0]]

@@ -10,7 +10,7 @@ import typer
 from wgpu_lora.cli import parameters
 from wgpu_lora.cli.console import console, line, print_json, table
 from wgpu_lora.cli.finetune import Adapters, AdaptersConfig, BatchTokens, Schedule, job_of
-from wgpu_lora.cli.parameters import Json
+from wgpu_lora.cli.parameters import Json, training_arguments
 from wgpu_lora.cli.run_summary import (
     describe_model,
     describe_modules,
@@ -21,7 +21,6 @@ from wgpu_lora.cli.run_summary import (
 )
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.text import duration
-from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:
     from wgpu_lora.train.time_estimate import Projection
@@ -37,8 +36,7 @@ Shape = Annotated[
 
 
 def plan(
-    args: TrainingArguments,
-    note: str | None,
+    ctx: typer.Context,
     adapters: Adapters = None,
     adapters_config: AdaptersConfig = None,
     schedule: Schedule = "synchronized",
@@ -59,6 +57,7 @@ def plan(
     check_price(price_per_hour)
     if price_per_hour is not None and not measure:
         raise UserError("--price-per-hour does nothing without --measure: give both.")
+    args, note = training_arguments(ctx)
     pipeline = bool(adapters or adapters_config)
     job = job_of(args, adapters, adapters_config, schedule, batch_tokens, planning=True, shape=shape)
     session, memory = job.session, job.session.memory()

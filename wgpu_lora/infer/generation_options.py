@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypedDict
+from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.tokenizer.examples import PROMPT_FORMATS
@@ -72,22 +72,6 @@ class GenerationOptions:
     @property
     def template_kwargs(self) -> dict[str, Any]:
         return {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
-
-
-class AnswerOptions(TypedDict, total=False):
-    """The same options for type checkers; a test compares the two."""
-
-    system: str | None
-    prompt_format: str | None
-    enable_thinking: bool | None
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    stop: str | Sequence[str]
-    seed: int
 
 
 def generation_options(options: Mapping[str, Any], where: str) -> GenerationOptions:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -19,15 +18,13 @@ from wgpu_lora.cli.cluster.options import (
     Here,
     RunCommand,
     run_options,
-    with_options,
 )
 from wgpu_lora.cli.console import line, print_json
 from wgpu_lora.cli.finetune import Adapters, AdaptersConfig
-from wgpu_lora.cli.parameters import Json, is_given, training_options, warn_unused
-from wgpu_lora.cluster.cluster_file import SWEEP, RunOptions, SweepOptions
+from wgpu_lora.cli.parameters import Json, given_options, recipe_of, warn_unused
+from wgpu_lora.cluster.cluster_file import SWEEP, SweepOptions
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.installation import program
-from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:
     from wgpu_lora.cluster.cluster_connection import Cluster
@@ -146,25 +143,8 @@ def down(file: ClusterToml = None, local: Here = False) -> None:
     down(read_cluster_file(file), line)
 
 
-def _run(ctx: typer.Context, training: dict[str, Any], recipe: str | None, values: dict[str, Any]) -> int:
-    from wgpu_lora.cluster.cluster_connection import target
-
-    where = target(values["address"], values["file"], values["local"])
-    from wgpu_lora.cli.cluster.run_driver import run_tasks
-    from wgpu_lora.cluster.cluster_tasks import gather_tasks, shared_arguments
-
-    options = run_options(ctx, values, where.file)
-    config = values["adapters_config"]
-    tasks = gather_tasks(training, recipe, values["adapters"] or [], config, where.file, options.shared)
-    warn_unused(training, shared_arguments(training, recipe, where.file))
-    return run_tasks(where, tasks, options, detach=values["detach"], dashboard=values["dashboard"])
-
-
-@partial(training_options, instead=_run)
-@with_options(RunOptions)
 def run(
-    args: TrainingArguments,
-    note: str | None,
+    ctx: typer.Context,
     address: Address = None,
     file: ClusterToml = None,
     local: Here = False,
@@ -172,17 +152,24 @@ def run(
     adapters_config: AdaptersConfig = None,
     detach: Detach = False,
     dashboard: Dashboard = False,
-    **options: Any,
 ) -> int:
     """Train adapters on the devices of a cluster, each where it fits and is done soonest.
 
     All of them are shown in one table. Ctrl-C leaves them running: 'attach' comes back, 'cancel' ends them. Everything
     that can be refused is refused before anything runs.
     """
-    raise AssertionError("cluster tasks are gathered from the given options")
+    from wgpu_lora.cluster.cluster_connection import target
+
+    where = target(address, file, local)
+    from wgpu_lora.cli.cluster.run_driver import run_tasks
+    from wgpu_lora.cluster.cluster_tasks import gather_tasks, shared_arguments
+
+    training, recipe, options = given_options(ctx), recipe_of(ctx), run_options(ctx, where.file)
+    tasks = gather_tasks(training, recipe, adapters or [], adapters_config, where.file, options.shared)
+    warn_unused(training, shared_arguments(training, recipe, where.file))
+    return run_tasks(where, tasks, options, detach=detach, dashboard=dashboard)
 
 
-SWEEP_FIELDS = tuple(item.name for item in fields(SweepOptions))
 Param = Annotated[
     list[str] | None,
     typer.Option(
@@ -198,47 +185,39 @@ class SweepCommand(RunCommand):
 
     most_used: ClassVar[Sequence[str]] = (
         "param",
-        *SWEEP_FIELDS,
+        *(item.name for item in fields(SweepOptions)),
         *(name for name in RunCommand.most_used if not name.startswith("adapters")),
     )
+    kinds: ClassVar[Sequence[type]] = (*RunCommand.kinds, SweepOptions)
 
 
-def _sweep(ctx: typer.Context, training: dict[str, Any], recipe: str | None, values: dict[str, Any]) -> int:
-    from wgpu_lora.cluster.cluster_connection import target
-
-    where = target(values["address"], values["file"], values["local"])
-    from wgpu_lora.cli.cluster.run_driver import run_tasks
-    from wgpu_lora.cluster.cluster_tasks import shared_arguments
-    from wgpu_lora.cluster.sweep import grid_of, sweep_tasks
-    from wgpu_lora.cluster.tune_sweep import check_tune
-
-    sweep = SweepOptions(**{name: values[name] for name in SWEEP_FIELDS if is_given(ctx, name)})
-    if sweep.scheduler != "none":
-        check_tune()
-    grid = grid_of(values["param"] or [])
-    options = run_options(ctx, values, where.file)
-    args = shared_arguments(training, recipe, where.file)
-    warn_unused(training.keys() - grid.keys(), args)
-    tasks = sweep_tasks(grid, sweep, args, where.file.data_root if where.file else None, options.shared)
-    return run_tasks(where, tasks, options, sweep=sweep, detach=values["detach"], dashboard=values["dashboard"])
-
-
-@partial(training_options, instead=_sweep)
-@with_options(RunOptions, SweepOptions)
 def sweep(
-    args: TrainingArguments,
-    note: str | None,
+    ctx: typer.Context,
     param: Param = None,
     address: Address = None,
     file: ClusterToml = None,
     local: Here = False,
     detach: Detach = False,
     dashboard: Dashboard = False,
-    **options: Any,
 ) -> int:
     """Train an adapter for every combination of values, and list them, the best first.
 
     Adapters that differ only in what those of a pipeline may differ in are trained together on a device. The list is
     also in sweep.json in --output, beside the adapters' directories.
     """
-    raise AssertionError("a sweep's tasks are made of the given options")
+    from wgpu_lora.cluster.cluster_connection import target
+
+    where = target(address, file, local)
+    from wgpu_lora.cli.cluster.run_driver import run_tasks
+    from wgpu_lora.cluster.cluster_tasks import shared_arguments
+    from wgpu_lora.cluster.sweep import grid_of, sweep_tasks
+    from wgpu_lora.cluster.tune_sweep import check_tune
+
+    sweep = SweepOptions(**given_options(ctx, SweepOptions))
+    if sweep.scheduler != "none":
+        check_tune()
+    training, grid, options = given_options(ctx), grid_of(param or []), run_options(ctx, where.file)
+    args = shared_arguments(training, recipe_of(ctx), where.file)
+    warn_unused(training.keys() - grid.keys(), args)
+    tasks = sweep_tasks(grid, sweep, args, where.file.data_root if where.file else None, options.shared)
+    return run_tasks(where, tasks, options, sweep=sweep, detach=detach, dashboard=dashboard)

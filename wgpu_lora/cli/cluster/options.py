@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from wgpu_lora.cli.parameters import TrainingCommand, is_given, option_parameter
+from wgpu_lora.cli.parameters import TrainingCommand, given_options
 from wgpu_lora.cluster.cluster_file import CLUSTER, RunOptions
 from wgpu_lora.names.spelling import COMMAND_LINE, naming
 
@@ -50,23 +49,10 @@ class RunCommand(TrainingCommand):
         *("local", "file", "address", "adapters", "adapters_config", "recipe", "model", "data", "output"),
         *("name", "shared", "mirror_steps", "join", "data_parallel", "eval_device", "send_data", "detach"),
     )
+    kinds: ClassVar[Sequence[type]] = (RunOptions,)
 
 
-def with_options(*kinds: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For a function with **options: the fields of these dataclasses become its parameters on the command line."""
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        declared = inspect.signature(command, eval_str=True).parameters.values()
-        parameters = [parameter for parameter in declared if parameter.kind is not parameter.VAR_KEYWORD]
-        options = [option_parameter(item) for kind in kinds for item in fields(kind)]
-        command.__signature__ = inspect.Signature([*parameters, *options])  # type: ignore[attr-defined]
-        return command
-
-    return decorate
-
-
-def run_options(ctx: typer.Context, values: Mapping[str, Any], file: ClusterFile | None) -> RunOptions:
+def run_options(ctx: typer.Context, file: ClusterFile | None) -> RunOptions:
     """How a run uses the cluster: as the command line says, else as [run] of the file does. Raises UserError."""
     with naming(COMMAND_LINE):
-        overrides = {item.name: values[item.name] for item in fields(RunOptions) if is_given(ctx, item.name)}
-        return replace(file.run if file else RunOptions(), **overrides)
+        return replace(file.run if file else RunOptions(), **given_options(ctx, RunOptions))

@@ -9,7 +9,8 @@ from typing import Any, Unpack
 
 from wgpu_lora.api import answer, evaluate, load
 from wgpu_lora.cluster.worker.job_process import EventWriter, JobResult
-from wgpu_lora.infer.generation_options import AnswerOptions, generation_options
+from wgpu_lora.infer.generation_options import generation_options
+from wgpu_lora.names.typed_options import AnswerOptions
 from wgpu_lora.weights.base_formats import AUTO
 
 

@@ -14,10 +14,10 @@ from wgpu_lora.cluster.worker.job_process import EventWriter, JobResult, Trainin
 from wgpu_lora.data import split_python_rows
 from wgpu_lora.events import Events
 from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.names.typed_options import TrainingOptions
 from wgpu_lora.train.adapter_tasks import named_apart
 from wgpu_lora.train.data_parallel.leader import DataParallelLeader
 from wgpu_lora.train.job import Job
-from wgpu_lora.train.options.typed_options import TrainingOptions
 from wgpu_lora.train.options.unused_options import unused_options
 from wgpu_lora.train.prepare_job import prepare_job, prepare_multi_adapter_job, with_demo_data, with_stored_dtype
 from wgpu_lora.train.prepare_run import prepare_run

@@ -1,14 +1,14 @@
-"""Types of the training options, for type checkers and editors; a test compares them with TrainingArguments."""
+"""Types of keyword arguments, for type checkers and editors. Written by scripts/typed_options.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
 
 class TrainingOptions(TypedDict, total=False):
-    """Keyword arguments of `finetune()`: the command line's options, which may also be paths, lists and rows."""
+    """Of `finetune()`: the command line's options, and paths, lists and rows."""
 
     data: str | Path | Iterable[Mapping[str, Any]] | None
     output: str | Path | None
@@ -128,3 +128,19 @@ class TrainingOptions(TypedDict, total=False):
     multi_objective_aggregation: str
     mask_truncated_completions: bool
     top_entropy_quantile: float
+
+
+class AnswerOptions(TypedDict, total=False):
+    """Of `generate()`, `answer()` and `compare()`."""
+
+    system: str | None
+    prompt_format: str | None
+    enable_thinking: bool | None
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    stop: str | Sequence[str]
+    seed: int
