@@ -34,7 +34,7 @@ def attest(
     """
     from wgpu_lora.files.atomic import check_file, replace_file
     from wgpu_lora.protect.attestation import claims
-    from wgpu_lora.protect.runs.protected_session import machine_claims
+    from wgpu_lora.protect.runs.protected_run import machine_claims
     from wgpu_lora.protect.sealed.keys import SessionKeys
 
     claims.check_nonce(nonce)
@@ -107,7 +107,7 @@ def policy(
     """
     from wgpu_lora.protect.attestation.claims import load_evidence
     from wgpu_lora.protect.policies.policy_template import policy_for
-    from wgpu_lora.protect.runs.protected_session import machine_claims
+    from wgpu_lora.protect.runs.protected_run import machine_claims
     from wgpu_lora.protect.sealed.keys import SessionKeys
 
     if source.suffix.lower() != ".json":
