@@ -22,7 +22,7 @@ from wgpu_lora.formats.safetensors_header import read_header
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import allocate, release
 from wgpu_lora.models.batch_inputs import Segment
-from wgpu_lora.models.export.decoded import DecodedCheckpoint
+from wgpu_lora.models.export.model_directory import DecodedCheckpoint
 from wgpu_lora.models.export.quantized_model import write_packed
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.prepare_job import prepare_job

@@ -18,7 +18,7 @@ from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.calibration import input_moments
 from wgpu_lora.models.export.adapter_merge import rounding_note
-from wgpu_lora.models.export.decoded import decoded
+from wgpu_lora.models.export.model_directory import decoded
 from wgpu_lora.models.export.quantized_model import QuantizationError, rounded, write_packed
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.models.model_files import config_of

@@ -9,8 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.checkpoint_names import TensorNames
-from wgpu_lora.formats.safetensors_checkpoint import PLAIN, Checkpoint
+from wgpu_lora.formats.safetensors_checkpoint import PLAIN, Checkpoint, TensorNames
 from wgpu_lora.weights.base import Packed
 from wgpu_lora.weights.base_formats import packed_form
 

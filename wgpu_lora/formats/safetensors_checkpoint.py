@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,48 @@ import numpy as np
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.json_files import read_json
 from wgpu_lora.files.locks import is_directory
-from wgpu_lora.formats.checkpoint_names import TensorNames
 from wgpu_lora.formats.file_digests import check_digests
 from wgpu_lora.formats.safetensors_header import TensorEntry, read_bytes, read_header
+from wgpu_lora.names.text import join_words
 
 if TYPE_CHECKING:
     from wgpu_lora.weights.base import Packed
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """The names of a model that may be part of a larger one, such as one that also sees images.
+
+    renamed: (beginning in files, beginning in the model), where these differ. Files may have either.
+    skipped_prefixes: beginnings of the names of the other parts' tensors.
+    """
+
+    renamed: tuple[tuple[str, str], ...] = ()
+    skipped_prefixes: tuple[str, ...] = ()
+
+    def is_skipped(self, name: str) -> bool:
+        """Whether a tensor, by its name in a file, is of another part."""
+        return name.startswith(self.skipped_prefixes)
+
+    def model_name(self, name: str) -> str:
+        """The model's name of a tensor in a file."""
+        for stored_prefix, prefix in self.renamed:
+            if name.startswith(stored_prefix):
+                return prefix + name[len(stored_prefix) :]
+        return name
+
+
+def parts_of(names: Iterable[str]) -> tuple[str, ...]:
+    """The modules that tensors belong to: 'model.visual.patch_embed.weight' -> 'visual'."""
+    return tuple(dict.fromkeys(name.removeprefix("model.").partition(".")[0] for name in sorted(names)))
+
+
+def note_of_skipped(names: Iterable[str]) -> str:
+    """A sentence for the user about the tensors of other parts."""
+    tensors = tuple(names)
+    parts = join_words(parts_of(tensors))
+    return f"only the text part of this model is used: {len(tensors):,} tensors of {parts} are skipped"
+
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -18,7 +18,7 @@ from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.model_files import ModelFiles
 from wgpu_lora.train.objectives import formats_of, objective_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.rewards.tools import Tools
+from wgpu_lora.train.rewards.function_process import Tools
 from wgpu_lora.train.run.teacher_setup import with_template_date
 from wgpu_lora.train.run.trained_options import fit_length, shortened
 from wgpu_lora.train.session.data_stream import DataStream, group_lengths

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.api import answer, load
-from wgpu_lora.cluster.worker.job_kinds import KINDS
+from wgpu_lora.cluster.worker.job_file import KINDS
 from wgpu_lora.cluster.worker.job_process import EventWriter
 from wgpu_lora.data import UNTRAINED
 from wgpu_lora.demo.before_and_after import BATCH

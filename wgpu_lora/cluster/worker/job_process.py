@@ -14,8 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, TextIO, get_type_hints
 
-from wgpu_lora.cluster.worker.job_file import SCHEMA, arguments, checked, read_job
-from wgpu_lora.cluster.worker.job_kinds import KINDS
+from wgpu_lora.cluster.worker.job_file import KINDS, SCHEMA, arguments, checked, read_job
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.files.json_files import parse_object, to_json

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.data import Tokenizer
-from wgpu_lora.data.prompt_formats import before_answer
+from wgpu_lora.data.example_formats import before_answer
 from wgpu_lora.errors import RolloutWarning, UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.infer.request import Request
