@@ -12,8 +12,7 @@ import numpy as np
 
 from wgpu_lora.files.json_files import read_json
 from wgpu_lora.formats.gguf.gguf_header import read_header
-from wgpu_lora.formats.packed_checkpoint import PackedCheckpoint
-from wgpu_lora.formats.safetensors_checkpoint import Checkpoint, parts_of
+from wgpu_lora.formats.safetensors_checkpoint import Checkpoint, PackedCheckpoint, parts_of
 from wgpu_lora.formats.safetensors_header import read_bytes
 from wgpu_lora.formats.safetensors_writer import TensorSpec
 from wgpu_lora.formats.tokenizer.tokenizer import Tokenizer

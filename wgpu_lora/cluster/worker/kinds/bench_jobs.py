@@ -9,7 +9,7 @@ from typing import Any
 from wgpu_lora.bench.brick import Context
 from wgpu_lora.bench.brick_run import bench
 from wgpu_lora.bench.bricks import bricks_of
-from wgpu_lora.bench.bricks.device_speed import DeviceSpeed
+from wgpu_lora.bench.bricks.training_bricks import DeviceSpeed
 from wgpu_lora.bench.contract import OPTIONS, brick_names, load_contract
 from wgpu_lora.bench.training_runs import Work, run_training
 from wgpu_lora.bench.training_step import training_options
