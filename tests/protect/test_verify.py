@@ -23,7 +23,7 @@ from wgpu_lora.protect.attestation import measurements, tpm
 from wgpu_lora.protect.attestation.claims import LEVELS, PROFILE, attest, load_evidence
 from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.evidence.run_statement import RUN
-from wgpu_lora.protect.hygiene.memory_protection import HostProtection
+from wgpu_lora.protect.memory_protection import HostProtection
 from wgpu_lora.protect.policies.appraisal import verify
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.runs import protected_run

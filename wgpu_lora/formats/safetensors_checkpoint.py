@@ -151,7 +151,7 @@ class Checkpoint:
         return self.dtype(name).lower()
 
     def packed(self, name: str) -> Packed | None:
-        """The tensor if it is stored in a base format, as in `formats.packed_checkpoint`; here always None."""
+        """The tensor if it is stored in a base format, as in `PackedCheckpoint`; here always None."""
         return None
 
     def read_blocks(self, name: str, base_format: str, row_start: int, row_stop: int) -> np.ndarray:

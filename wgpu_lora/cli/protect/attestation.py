@@ -194,7 +194,7 @@ def check(
     is proven and what is only claimed. Without the broker's key nothing is proven about who ran it. The exit code is 1
     if a part fails.
     """
-    from wgpu_lora.protect.checking import check as checking
+    from wgpu_lora.protect import check as checking
     from wgpu_lora.protect.policies.policy import Policy
     from wgpu_lora.protect.sealed.keys import PublicKey
 

@@ -20,7 +20,7 @@ from wgpu_lora.events import Events
 from wgpu_lora.files.json_files import parse_object, to_json
 from wgpu_lora.names.spelling import IN_JSON, naming
 from wgpu_lora.names.text import join_words
-from wgpu_lora.processes.closed_streams import discard_when_closed
+from wgpu_lora.processes.signals import discard_when_closed
 from wgpu_lora.train.run.stop_reasons import Requests
 
 ORPHANED = 129  # the exit code of a job whose parent is gone, as after SIGHUP

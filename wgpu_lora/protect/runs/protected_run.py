@@ -25,8 +25,8 @@ from wgpu_lora.processes.signals import on_end_signal
 from wgpu_lora.protect.attestation.claims import base_facts, gather
 from wgpu_lora.protect.evidence import anchors
 from wgpu_lora.protect.evidence.run_statement import RunFacts, write_statement
-from wgpu_lora.protect.hygiene.cleanup import Cleanup, device_wipe_facts, overwrite
-from wgpu_lora.protect.hygiene.memory_protection import harden, swap_risks
+from wgpu_lora.protect.memory_protection import harden, swap_risks
+from wgpu_lora.protect.runs.cleanup import Cleanup, device_wipe_facts, overwrite
 from wgpu_lora.protect.runs.protected_job import ProtectedJob, model_facts, read_job
 from wgpu_lora.protect.runs.protected_session import Say, Session, open_log
 from wgpu_lora.protect.runs.sealed_storage import ADAPTER, SealedStorage

@@ -21,15 +21,15 @@ from wgpu_lora.protect.attestation.claims import attest, base_facts, gather, loa
 from wgpu_lora.protect.broker.broker import Clock, sign_progress
 from wgpu_lora.protect.broker.broker_client import BrokerClient, RefusalError
 from wgpu_lora.protect.broker.release_token import MAX_TOKEN, Release, check_expired, missing_line, open_release
-from wgpu_lora.protect.checking.session_checks import Findings, check_sessions, sessions_of
 from wgpu_lora.protect.evidence import anchors
 from wgpu_lora.protect.evidence.run_evidence import CLEANUP, EvidenceLog, read_log
 from wgpu_lora.protect.evidence.run_evidence import NAME as LOG
 from wgpu_lora.protect.evidence.run_statement import NAME as STATEMENT
-from wgpu_lora.protect.hygiene.memory_protection import HostProtection
+from wgpu_lora.protect.memory_protection import HostProtection
 from wgpu_lora.protect.runs.protected_job import ProtectedJob
 from wgpu_lora.protect.runs.sealed_storage import ADAPTER
 from wgpu_lora.protect.sealed.keys import SessionKeys
+from wgpu_lora.protect.session_checks import Findings, check_sessions, sessions_of
 
 JOB_COPY = "job.toml"
 EVIDENCE, RELEASE = "evidence.json", "release.jwt"  # in a job's directory of files
