@@ -9,8 +9,7 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-from wgpu_lora.processes.closed_streams import discard_when_closed
-from wgpu_lora.processes.signals import ENDING
+from wgpu_lora.processes.signals import ENDING, discard_when_closed
 
 
 def main() -> NoReturn:

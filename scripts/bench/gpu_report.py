@@ -38,7 +38,7 @@ from wgpu_lora.bench.step_profile import Profile, profile_step
 from wgpu_lora.bench.training_step import WARMUP, TrainingStep, chosen_model
 from wgpu_lora.cli.app import main as command_line
 from wgpu_lora.cli.console import line
-from wgpu_lora.cluster.worker.job_kinds import KINDS
+from wgpu_lora.cluster.worker.job_file import KINDS
 from wgpu_lora.cluster.worker.job_process import EventWriter, JobResult
 from wgpu_lora.cluster.worker.worker import PROGRAM, Worker, WorkerFailed
 from wgpu_lora.errors import UserError

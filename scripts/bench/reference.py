@@ -39,7 +39,7 @@ from wgpu_lora.bench.training_step import (
 )
 from wgpu_lora.cli.app import main as command_line
 from wgpu_lora.cli.console import console, line, table
-from wgpu_lora.cluster.worker.job_kinds import KINDS
+from wgpu_lora.cluster.worker.job_file import KINDS
 from wgpu_lora.cluster.worker.job_process import EventWriter, JobResult
 from wgpu_lora.cluster.worker.worker import Worker, WorkerFailed
 from wgpu_lora.errors import UserError

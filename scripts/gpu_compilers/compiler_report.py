@@ -236,9 +236,9 @@ def losses(answer: Answers, predicted: Predicted) -> list[str]:
     return list(dict.fromkeys(sentences))
 
 
-def read_predictions(file: Path = FILE) -> Predicted:
+def read_predictions() -> Predicted:
     """The file's content, or no devices if it is missing."""
-    return json.loads(file.read_text()) if file.is_file() else {"devices": []}
+    return json.loads(FILE.read_text()) if FILE.is_file() else {"devices": []}
 
 
 def write_predictions(file: Path, predicted: Predicted) -> None:

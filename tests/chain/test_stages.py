@@ -31,7 +31,7 @@ from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.chain.chain_file import Chain, read_chain
 from wgpu_lora.train.chain.chain_run import run, stage_statuses
 from wgpu_lora.train.chain.stage import ChainWatch, Watch
-from wgpu_lora.train.chain.stages.gguf import Gguf
+from wgpu_lora.train.chain.stages.export import Gguf
 from wgpu_lora.train.chain.stages.push import Push
 from wgpu_lora.train.prepare_run import prepare_run
 from wgpu_lora.train.resolve_options import find_recipe

@@ -301,7 +301,7 @@ def test_commands_end_well_in_every_encoding(place: Path, tmp_path: Path, encodi
 
 def test_a_handler_that_somebody_chose_is_kept(tmp_path: Path) -> None:
     code = (
-        "from wgpu_lora.processes.closed_streams import discard_when_closed; import sys; "
+        "from wgpu_lora.processes.signals import discard_when_closed; import sys; "
         "print('ł', file=discard_when_closed(sys.stdout), flush=True)"
     )
     for encoding, shown in (("ascii:replace", b"?\n"), ("ascii:strict", b"\\u0142\n"), ("utf-8", "ł\n".encode())):

@@ -12,7 +12,7 @@ from support.cluster.fake_cluster import FakeCluster
 from wgpu_lora.cluster.cluster_file import read_cluster_file
 from wgpu_lora.cluster.cluster_tasks import gather_tasks
 from wgpu_lora.cluster.messages import Task
-from wgpu_lora.cluster.run_results import fetch_results
+from wgpu_lora.cluster.run_status import fetch_results
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import COMMAND_LINE, naming
 from wgpu_lora.train.options.training_arguments import from_values

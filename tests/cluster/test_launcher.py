@@ -14,8 +14,7 @@ from support.cluster.fake_ssh import FakeSsh, cluster_file, good
 from support.cluster.hosts import until
 
 from wgpu_lora.cluster.cluster_file import HostSpec
-from wgpu_lora.cluster.launch.host_checks import last_object
-from wgpu_lora.cluster.launch.launcher import down, start_options, up
+from wgpu_lora.cluster.launch.launcher import down, last_object, start_options, up
 from wgpu_lora.cluster.launch.ssh import refusal, ssh, tunnel
 from wgpu_lora.errors import UserError
 

@@ -10,7 +10,7 @@ from support.cluster.fake_cluster import UNIT, FakeCluster, stored
 
 from wgpu_lora.cluster import checkpoint_store
 from wgpu_lora.cluster.cluster_connection import ClusterGone
-from wgpu_lora.cluster.run_results import fetch_results
+from wgpu_lora.cluster.run_status import fetch_results
 from wgpu_lora.cluster.task_outputs import fetch
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.json_files import to_json

@@ -16,9 +16,9 @@ from support.bench import mini
 from wgpu_lora.bench.bricks import WORKLOADS
 from wgpu_lora.cluster import device_resources
 from wgpu_lora.cluster.device_resources import Speed, cached, measure_speed
-from wgpu_lora.cluster.worker.job_kinds import KINDS
+from wgpu_lora.cluster.worker.job_file import KINDS
 from wgpu_lora.cluster.worker.job_process import EventWriter
-from wgpu_lora.cluster.worker.kinds import speed as kind
+from wgpu_lora.cluster.worker.kinds import bench_jobs as kind
 from wgpu_lora.cluster.worker.worker import WorkerFailed
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device

@@ -25,7 +25,7 @@ from wgpu_lora.cli import console
 from wgpu_lora.data import StreamDecoder, Tokenizer, json_rows
 from wgpu_lora.data.compressed_files import opened
 from wgpu_lora.data.example_formats import EXAMPLES
-from wgpu_lora.data.parquet import read_parquet
+from wgpu_lora.data.row_files import read_parquet
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer import prompt_file
 from wgpu_lora.infer.prompt_file import FORMATS, read_requests

@@ -8,7 +8,7 @@ import pytest
 from support.rows.sources import write_source
 
 from wgpu_lora.data import Tokenizer, tokenize_source
-from wgpu_lora.data.prompt_formats import PROMPTS
+from wgpu_lora.data.example_formats import PROMPTS
 from wgpu_lora.data.tokenized_data import KEEP_END, Cut
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.assets import DEMO_MODEL

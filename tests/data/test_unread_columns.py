@@ -11,9 +11,8 @@ from support.rows.data import chat, write_jsonl
 from support.rows.sources import ids_of, prepared, write_source
 
 from wgpu_lora.data import parse_example
-from wgpu_lora.data.example_formats import EXAMPLES
+from wgpu_lora.data.example_formats import EXAMPLES, PROMPTS
 from wgpu_lora.data.preference_formats import LABELLED, PAIRS
-from wgpu_lora.data.prompt_formats import PROMPTS
 from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.tokenizer.examples import Conversation, Tokens

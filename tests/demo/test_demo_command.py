@@ -12,7 +12,7 @@ import pytest
 
 from wgpu_lora.cli import console
 from wgpu_lora.cli.app import main
-from wgpu_lora.demo.tasks import CheckedAnswer
+from wgpu_lora.demo.before_and_after import CheckedAnswer
 from wgpu_lora.files.assets import DEMO_HELDOUT
 
 command = import_module("wgpu_lora.cli.demo")
@@ -25,7 +25,7 @@ def test_its_last_line_works_as_printed(
     """In the directory it was run in: a held-out request, answered as it was answered there."""
     few = tmp_path / "held out.jsonl"
     few.write_text("".join(DEMO_HELDOUT.read_text().splitlines(keepends=True)[:2]))
-    for where in ("wgpu_lora.train.prepare_job", "wgpu_lora.demo.tasks"):
+    for where in ("wgpu_lora.train.prepare_job", "wgpu_lora.demo.before_and_after"):
         monkeypatch.setattr(f"{where}.DEMO_HELDOUT", few)
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "--max-steps", "1", "--output", "the run", "--show", "1"]) == 0

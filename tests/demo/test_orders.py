@@ -7,8 +7,7 @@ import json
 import pytest
 
 from scripts.demo import order_rows
-from wgpu_lora.demo.before_and_after import request_of
-from wgpu_lora.demo.tasks import Orders, heldout_rows
+from wgpu_lora.demo.before_and_after import Orders, heldout_rows, request_of
 from wgpu_lora.files.assets import ORDERS_HELDOUT, ORDERS_TRAIN
 
 TRAIN, HELDOUT = heldout_rows(ORDERS_TRAIN), heldout_rows(ORDERS_HELDOUT)

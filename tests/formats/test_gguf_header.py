@@ -23,7 +23,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf import gguf_header as header_module
 from wgpu_lora.formats.gguf import gguf_header as reader_module
 from wgpu_lora.formats.gguf.gguf_header import Array, read_header
-from wgpu_lora.formats.gguf.kquants import CHUNK, SUPER, quantize_k
+from wgpu_lora.formats.gguf.gguf_writer import CHUNK, SUPER, quantize_k
 from wgpu_lora.models.model_files import read_model
 
 U8, U32, BOOL, STRING, ARRAY = 0, 4, 7, 8, 9

@@ -18,8 +18,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.engine import Engine
 from wgpu_lora.infer.named_adapters import adapters_on_device, load_adapters
-from wgpu_lora.infer.request import Request
-from wgpu_lora.infer.sampling import Sampler
+from wgpu_lora.infer.request import Request, Sampler
 from wgpu_lora.models.adapter_modules import read_adapter_for
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.loaded_model import LoadedModel, open_model

@@ -33,7 +33,7 @@ from wgpu_lora.infer.generator import Generation, Generator
 from wgpu_lora.infer.named_adapters import load_adapters
 from wgpu_lora.infer.perplexity import Evaluator, evaluate
 from wgpu_lora.infer.prompts import chat_prompt
-from wgpu_lora.infer.sampling import Sampler
+from wgpu_lora.infer.request import Sampler
 from wgpu_lora.models.adapter_set import fix_gains
 from wgpu_lora.models.batch_inputs import Segment
 

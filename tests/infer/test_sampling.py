@@ -5,7 +5,7 @@ import pytest
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.single_kernel import SingleKernel
-from wgpu_lora.infer.sampling import Sampler, uniform
+from wgpu_lora.infer.request import Sampler, uniform
 from wgpu_lora.ops.loss.sampling import NO_TOKEN, PARAMS, edit_scores, sample_tokens
 
 

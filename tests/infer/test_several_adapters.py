@@ -244,7 +244,7 @@ def test_refusals(run: Any, workspace: Path, arguments: list[str], message: str)
 
 
 def test_compare_on_a_terminal(run: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("wgpu_lora.cli.inference.compare_adapters.is_terminal", lambda stream: True)
+    monkeypatch.setattr("wgpu_lora.cli.inference.generate.is_terminal", lambda stream: True)
     _, out, _ = run(*ask("--adapter", "[bold]=a", "--compare", "--prompt", PROMPT))
     assert out.index(" base ") < out.index(" [bold] ")
     assert out.count(f"{TOKENS} tokens, length") == 2

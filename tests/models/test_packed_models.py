@@ -21,7 +21,7 @@ from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.export.adapter_merge import MergedModel, merge_adapter, scaled_factors
 from wgpu_lora.models.export.quantized_model import write_packed
 from wgpu_lora.models.loaded_model import open_model
-from wgpu_lora.weights.nf4.nf4_files import BitsAndBytesNF4
+from wgpu_lora.weights.nf4.nf4 import BitsAndBytesNF4
 from wgpu_lora.weights.nf4.nf4_reference import double_dequantize, from_words, pack_bnb, to_words
 
 STATE = BitsAndBytesNF4.marker

@@ -16,11 +16,10 @@ from support.cli import QWEN2, Run, commands, write_rows
 from support.events import hearing
 from support.models import FIXTURES, golden, golden_rows
 
-from wgpu_lora.api.quantization import format_name
+from wgpu_lora.api.quantization import format_name, input_moments
 from wgpu_lora.api.quantization import quantize as quantized
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.infer.calibration import input_moments
 from wgpu_lora.models.loaded_model import open_model
 
 QWEN3 = str(FIXTURES / "models" / "qwen3")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.protect.brokers import Owner
 
-from wgpu_lora.protect.hygiene.memory_protection import HostProtection
+from wgpu_lora.protect.memory_protection import HostProtection
 
 
 @pytest.fixture(autouse=True)

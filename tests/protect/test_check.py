@@ -17,7 +17,7 @@ from support.protect.protected_runs import DataOwner, Made, checked_run, make_ru
 from wgpu_lora.cli.app import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.attestation.claims import attest, read_evidence
-from wgpu_lora.protect.checking.check import CheckResult, check
+from wgpu_lora.protect.check import CheckResult, check
 from wgpu_lora.protect.evidence.run_evidence import NAME, EvidenceLog
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.keys import SessionKeys, SigningKey

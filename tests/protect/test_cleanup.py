@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from wgpu_lora.gpu.buffer_wipe import WipeReport
-from wgpu_lora.protect.hygiene.cleanup import UNREACHABLE, Cleanup, WipeFacts, device_wipe_facts, overwrite
+from wgpu_lora.protect.runs.cleanup import UNREACHABLE, Cleanup, WipeFacts, device_wipe_facts, overwrite
 
 
 def test_every_part_runs_once_whatever_happens_to_the_others() -> None:

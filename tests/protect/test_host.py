@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from support.rows.tokenizers import document
 
 from wgpu_lora.formats.tokenizer.tokenizer_process import TokenizerProcess
-from wgpu_lora.protect.hygiene import memory_protection
-from wgpu_lora.protect.hygiene.memory_protection import HostProtection, harden
+from wgpu_lora.protect import memory_protection
+from wgpu_lora.protect.memory_protection import HostProtection, harden
 from wgpu_lora.protect.sealed import keys
 
 BECH32 = "qpzry9x8gf2tvdw0s3jn54khce6mua7l"
@@ -66,7 +66,7 @@ def test_core_dumps_are_off_and_can_be_turned_on_again() -> None:
 CRASH = "import os; os.abort()"
 HARDENED = f"""
 import subprocess, sys
-from wgpu_lora.protect.hygiene.memory_protection import harden
+from wgpu_lora.protect.memory_protection import harden
 harden()
 subprocess.run([sys.executable, "-c", {CRASH!r}])
 {CRASH}

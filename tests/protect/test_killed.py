@@ -14,7 +14,7 @@ from support.protect.brokers import serving
 from support.sampling import FULL, seeds
 
 from wgpu_lora.files.atomic import file_digest
-from wgpu_lora.protect.checking.check import check
+from wgpu_lora.protect.check import check
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.sealed_files import unseal_path
 

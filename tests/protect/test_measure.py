@@ -268,7 +268,7 @@ def test_this_machine_can_be_measured() -> None:
 MODIFIED = """
 import json, os
 from wgpu_lora.protect.attestation import measurements
-from wgpu_lora.protect.hygiene.memory_protection import environment_at_start
+from wgpu_lora.protect.memory_protection import environment_at_start
 variables = measurements.environment(environment_at_start() | dict(os.environ))
 print(json.dumps([measurements.loaded_code(measurements.own_files()), variables]))
 """

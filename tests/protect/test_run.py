@@ -34,7 +34,7 @@ from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.protect.attestation.claims import attest, load_evidence
 from wgpu_lora.protect.broker.broker import Broker
 from wgpu_lora.protect.broker.broker_client import BrokerClient, RefusalError
-from wgpu_lora.protect.checking.check import CheckResult, check
+from wgpu_lora.protect.check import CheckResult, check
 from wgpu_lora.protect.evidence.run_evidence import EvidenceLog, read_log
 from wgpu_lora.protect.runs import protected_job as jobs
 from wgpu_lora.protect.runs import protected_run, protected_session

@@ -15,7 +15,7 @@ import pytest
 from support.protect.brokers import Owner, Trainer
 
 from wgpu_lora.cli.app import main
-from wgpu_lora.processes.closed_streams import discard_when_closed
+from wgpu_lora.processes.signals import discard_when_closed
 from wgpu_lora.protect.sealed.age_streams import seal_bytes
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SigningKey, write_private
 from wgpu_lora.protect.sealed.sealed_files import seal_path, unseal_path
@@ -27,7 +27,7 @@ KEY = DataKey.generate()
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(
-        "wgpu_lora.protect.hygiene.memory_protection.harden", lambda: None
+        "wgpu_lora.protect.memory_protection.harden", lambda: None
     )  # of this process, which runs other tests
     monkeypatch.chdir(tmp_path)
     write_private("data.key", KEY.file_text())

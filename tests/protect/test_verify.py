@@ -23,11 +23,11 @@ from wgpu_lora.protect.attestation import measurements, tpm
 from wgpu_lora.protect.attestation.claims import LEVELS, PROFILE, attest, load_evidence
 from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.evidence.run_statement import RUN
-from wgpu_lora.protect.hygiene.memory_protection import HostProtection
+from wgpu_lora.protect.memory_protection import HostProtection
 from wgpu_lora.protect.policies.appraisal import verify
 from wgpu_lora.protect.policies.policy import Policy
-from wgpu_lora.protect.runs import protected_session
-from wgpu_lora.protect.runs.protected_session import machine_claims
+from wgpu_lora.protect.runs import protected_run
+from wgpu_lora.protect.runs.protected_run import machine_claims
 from wgpu_lora.protect.sealed.keys import SessionKeys, SigningKey
 
 Run = Callable[..., tuple[int, str, str]]
@@ -273,7 +273,7 @@ def test_a_policy_of_a_job_verifies_its_evidence(
     tmp_path: Path, run: Run, strict: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("package", "wgpu", "python", "dependencies", "process", "kernel", "environment")
-    monkeypatch.setattr(protected_session, "harden", lambda: HostProtection(GIVEN.claims["host"]))
+    monkeypatch.setattr(protected_run, "harden", lambda: HostProtection(GIVEN.claims["host"]))
     monkeypatch.setattr(measurements, "measurements", lambda: {name: GIVEN.claims[name] for name in names})
     job, policy, evidence = Hospital(tmp_path / "ward").job("job"), tmp_path / "policy.toml", tmp_path / "evidence.json"
 

@@ -19,10 +19,9 @@ from support.rows.data import write_jsonl
 from support.training.reports import copied, page_of, profile_of
 
 from wgpu_lora.cli.app import main
-from wgpu_lora.cli.report.comparison_tables import best_run_sentence, compare, costs, losses
 from wgpu_lora.cli.report.finished_runs import read_runs
 from wgpu_lora.cli.report.line_chart import Line, Scale, line_chart, short, smoothed, thinned
-from wgpu_lora.cli.report.page import table
+from wgpu_lora.cli.report.page import best_run_sentence, compare, costs, losses, table
 from wgpu_lora.cli.report.run_charts import PLOTS, lengths_differ, plots
 from wgpu_lora.files.locks import locked
 from wgpu_lora.train.run.multi_adapter_state import (

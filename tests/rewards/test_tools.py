@@ -16,7 +16,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.files.assets import DEMO_MODEL
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.prepare_job import prepare_job
-from wgpu_lora.train.rewards.tools import Tools
+from wgpu_lora.train.rewards.function_process import Tools
 from wgpu_lora.train.session.tool_turns import ToolTurns
 
 FUNCTIONS = """

@@ -16,7 +16,7 @@ from support.serving.serving import FakeEngine, Serving, demo_tokenizer, serving
 from wgpu_lora.cli.app import main
 from wgpu_lora.infer.request import Request
 from wgpu_lora.infer.serve.app import Access
-from wgpu_lora.infer.serve.load_test import figures
+from wgpu_lora.infer.serve.client import figures
 
 TOKENIZER = demo_tokenizer()
 

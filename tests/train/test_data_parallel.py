@@ -24,16 +24,16 @@ from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
-from wgpu_lora.train.data_parallel import gradient_messages, remote_worker
+from wgpu_lora.train.data_parallel import gradient_messages, leader
 from wgpu_lora.train.data_parallel.leader import (
     SETTLING,
     SHARE_STEPS,
     DataParallelLeader,
     LoadBalance,
+    RemoteWorker,
     check_shared,
     split_by_share,
 )
-from wgpu_lora.train.data_parallel.remote_worker import RemoteWorker
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.prepare_job import prepare_job
@@ -214,7 +214,7 @@ def test_what_a_replica_does_not_compute_its_leader_does(
     device: Device, replicas_device: Device, tmp_path: Path, alone: RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first replica is lost at its second part and comes back; the second one's values are not finite."""
-    monkeypatch.setattr(remote_worker, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(leader, "RETRY_SECONDS", 0.0)
     calls = dict.fromkeys((1, 2), 0)
 
     def wrong(number: int, reply: Reply) -> Reply:
@@ -340,8 +340,8 @@ def test_a_lost_replica_is_tried_again_and_is_new_then(monkeypatch: pytest.Monke
         assert replica.answer(60.0) is None
     assert not replica.ready()
     assert replica.problem
-    later = time.monotonic() + remote_worker.RETRY_SECONDS
-    monkeypatch.setattr(remote_worker, "time", SimpleNamespace(monotonic=lambda: later))
+    later = time.monotonic() + leader.RETRY_SECONDS
+    monkeypatch.setattr(leader, "time", SimpleNamespace(monotonic=lambda: later))
     link.loaded = Future()
     assert not replica.ready()
     link.loaded.set_result(None)

@@ -17,7 +17,7 @@ from support.training.training import assert_gradient_is_slope, golden_arguments
 
 from wgpu_lora.api import evaluate, teacher_cache
 from wgpu_lora.api.quantization import quantize
-from wgpu_lora.cluster.worker.job_kinds import KINDS
+from wgpu_lora.cluster.worker.job_file import KINDS
 from wgpu_lora.cluster.worker.job_process import EventWriter
 from wgpu_lora.cluster.worker.kinds import model_jobs as kind
 from wgpu_lora.errors import UserError

@@ -16,13 +16,12 @@ from support.models import FIXTURES, full_logits, golden, golden_rows, relative_
 from support.training.training import golden_arguments
 
 from wgpu_lora.errors import NotFiniteError, UserError
-from wgpu_lora.formats.packed_checkpoint import PackedCheckpoint
-from wgpu_lora.formats.safetensors_checkpoint import SINGLE
+from wgpu_lora.formats.safetensors_checkpoint import SINGLE, PackedCheckpoint
 from wgpu_lora.formats.safetensors_header import read_header
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import allocate, release
 from wgpu_lora.models.batch_inputs import Segment
-from wgpu_lora.models.export.decoded import DecodedCheckpoint
+from wgpu_lora.models.export.model_directory import DecodedCheckpoint
 from wgpu_lora.models.export.quantized_model import write_packed
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.prepare_job import prepare_job
@@ -30,8 +29,7 @@ from wgpu_lora.train.run.training_log import LOG, read_log
 from wgpu_lora.weights.base import Loading, Shared
 from wgpu_lora.weights.base_formats import BASE_FORMATS, base_format
 from wgpu_lora.weights.lowbit import lowbit_packing
-from wgpu_lora.weights.lowbit.kmeans_kernels import lut_lloyd
-from wgpu_lora.weights.lowbit.kmeans_reference import fit, fit_int8
+from wgpu_lora.weights.lowbit.kmeans_kernels import fit, fit_int8, lut_lloyd
 from wgpu_lora.weights.lowbit.lowbit import LowBitWeight, quantised
 from wgpu_lora.weights.lowbit.lowbit_layout import (
     decode,

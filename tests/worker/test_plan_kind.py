@@ -12,7 +12,7 @@ import pytest
 from support.cli import QWEN2, SMALL, write_rows
 
 from wgpu_lora.cluster.messages import RunRequirements, from_plain
-from wgpu_lora.cluster.worker.job_kinds import KINDS
+from wgpu_lora.cluster.worker.job_file import KINDS
 from wgpu_lora.cluster.worker.job_process import EventWriter
 from wgpu_lora.cluster.worker.kinds import model_jobs as kind
 from wgpu_lora.errors import UserError

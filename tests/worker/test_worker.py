@@ -16,8 +16,7 @@ import psutil
 import pytest
 from support.cli import QWEN2, SMALL, write_rows
 
-from wgpu_lora.cluster.worker.job_file import Job, arguments, read_job
-from wgpu_lora.cluster.worker.job_kinds import KINDS
+from wgpu_lora.cluster.worker.job_file import KINDS, Job, arguments, read_job
 from wgpu_lora.cluster.worker.job_process import EventWriter
 from wgpu_lora.cluster.worker.worker import PROGRAM, Worker, WorkerFailed
 from wgpu_lora.errors import UserError

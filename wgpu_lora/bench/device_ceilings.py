@@ -150,8 +150,9 @@ def dispatch_seconds(device: Device, count: int = DISPATCHES) -> float:
         single.free()
 
 
-def numpy_gflops(size: int = 1024) -> float:
+def numpy_gflops() -> float:
     """The highest GFLOP/s of NumPy's f32 matmul."""
+    size = 1024
     a = np.random.default_rng(0).standard_normal((size, size), np.float32)
     return 2 * size**3 / min(run_seconds(lambda: a @ a) for _ in range(2 * RUNS)) / 1e9
 

@@ -37,7 +37,6 @@ from wgpu_lora.cli.runs import report, runs
 from wgpu_lora.cli.serve import ServeCommand, serve
 from wgpu_lora.cli.teacher_cache import teacher_cache
 from wgpu_lora.cli.web import web
-from wgpu_lora.cli.worker import worker
 from wgpu_lora.errors import DeviceWarning, RolloutWarning, TrackingWarning, UserError
 from wgpu_lora.files.paths import working_folder
 from wgpu_lora.gpu.device_errors import report_native_abort
@@ -71,6 +70,22 @@ def _version(value: bool) -> None:
 
         typer.echo(f"wgpu-lora {version('wgpu-lora')}")
         raise typer.Exit()
+
+
+def worker(
+    job: Annotated[
+        str, typer.Argument(metavar="JOB", help="JSON file with a job, or - to read it from standard input.")
+    ],
+) -> int:
+    """Run a job for another program, with JSON lines as output.
+
+    A job is {"job": KIND, "options": {...}}: finetune, pipeline, plan, evaluate, generate, import, bench,
+    bench-training or speed, each with its options by name. Each event is a JSON object on a line of standard
+    output; the last one is 'result' or 'error'.
+    """
+    from wgpu_lora.cluster.worker.job_process import work
+
+    return work(job)
 
 
 @app.callback(invoke_without_command=True)

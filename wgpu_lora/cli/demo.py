@@ -19,8 +19,7 @@ from wgpu_lora.names.text import escape_unprintable
 BORDERS = 7  # columns around two answers side by side
 
 if TYPE_CHECKING:
-    from wgpu_lora.demo.before_and_after import CheckedAnswers, Comparison
-    from wgpu_lora.demo.tasks import CheckedAnswer
+    from wgpu_lora.demo.before_and_after import CheckedAnswer, CheckedAnswers, Comparison
 
 
 def demo(

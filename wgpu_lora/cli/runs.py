@@ -132,9 +132,8 @@ def report(
     and memory and, if there is a profile.json beside a run, the times of its kernels. Prints a Markdown line per run.
     Result files of 'bench --protected' are shown beside published rows.
     """
-    from wgpu_lora.cli.report.comparison_tables import summary
     from wgpu_lora.cli.report.finished_runs import directories_of, missing_members, read_runs
-    from wgpu_lora.cli.report.page import write_report
+    from wgpu_lora.cli.report.page import summary, write_report
 
     if any(path.suffix == ".json" and path.is_file() for path in runs):
         return _overheads(runs, output)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data.parquet import BATCH, check_columns, rows_of
-from wgpu_lora.data.row_files import SUFFIXES
+from wgpu_lora.data.row_files import BATCH, SUFFIXES, check_columns, rows_of
 from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import NoRowsError, RowPlace, Rows
 from wgpu_lora.errors import UserError

@@ -10,6 +10,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.names.text import count_noun
 
+OPTION = "validation_split"
+
 _BLOCK = 1 << 20  # rows that are looked up together
 
 
@@ -18,15 +20,15 @@ def row_key(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def check_split(amount: float, option: str = "validation_split") -> None:
+def check_split(amount: float) -> None:
     """Raise UserError unless an amount is a share between 0 and 1, or a whole number of rows."""
     if not (math.isfinite(amount) and (0 < amount < 1 or (amount >= 1 and amount == int(amount)))):
         raise UserError(
-            f"{setting(option, amount)} is neither a share of the rows, such as 0.1, nor a number of rows, such as 50."
+            f"{setting(OPTION, amount)} is neither a share of the rows, such as 0.1, nor a number of rows, such as 50."
         )
 
 
-def validation_mask(keys: np.ndarray, amount: float, seed: int, option: str = "validation_split") -> np.ndarray:
+def validation_mask(keys: np.ndarray, amount: float, seed: int) -> np.ndarray:
     """Which rows are held out, bool [rows].
 
     Rows with equal keys are a group, which is held out as a whole or not at all. Groups are taken in a random order
@@ -38,12 +40,12 @@ def validation_mask(keys: np.ndarray, amount: float, seed: int, option: str = "v
     Raises:
         UserError: the rows cannot be split that way.
     """
-    check_split(amount, option)
+    check_split(amount)
     rows = len(keys)
     target = int(rows * amount + 0.5) if amount < 1 else int(amount)
     if target >= rows:
         raise UserError(
-            f"{setting(option, amount)} leaves no rows to train on, of {count_noun(rows, 'row')}: lower it."
+            f"{setting(OPTION, amount)} leaves no rows to train on, of {count_noun(rows, 'row')}: lower it."
         )
     target = max(1, target)
     ranks = _mixed(keys, seed)  # one to one, so groups stay apart
@@ -54,7 +56,7 @@ def validation_mask(keys: np.ndarray, amount: float, seed: int, option: str = "v
     sizes = np.diff(starts, append=np.uint32(rows))
     if len(sizes) == 1:
         raise UserError(
-            f"All {rows:,} rows belong together, so {flag(option)} cannot split them: give held-out rows of their own."
+            f"All {rows:,} rows belong together, so {flag(OPTION)} cannot split them: give held-out rows of their own."
         )
     groups = _choose_groups(sizes, target)
     if not len(groups):  # every group is too large

@@ -20,13 +20,13 @@ MAX_JSON_PARTS = 200_000
 MAX_TOML_BYTES, MAX_TOML_DOTS, MAX_LINE_DOTS = 1 << 18, 20_000, 256
 
 
-def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES, max_parts: int = MAX_JSON_PARTS) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Read a JSON object from a file.
 
     Raises:
         UserError: the file is missing, unreadable, too large, or not a JSON object.
     """
-    return parse_object(read_bytes(path, max_bytes), str(path), max_bytes, max_parts)
+    return parse_object(read_bytes(path, max_bytes), str(path), max_bytes)
 
 
 def read_bytes(path: Path, max_bytes: int | None = None) -> bytes:

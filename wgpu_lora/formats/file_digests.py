@@ -13,13 +13,17 @@ from typing import IO
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.atomic import sha256
 from wgpu_lora.files.json_files import read_bytes
-from wgpu_lora.formats.checkpoint_names import TEMPLATE, TOKENIZER
 
 # In the metadata: of the whole file, with NO_DIGEST in its place; and, as JSON, of the files beside it by name. Each of
 # the two keys shows a damage of the other. OF_VALUES, of all bytes behind the header, is what earlier versions wrote.
 DIGEST, COMPANIONS, OF_VALUES = "wgpu_lora_digest", "wgpu_lora_companions", "wgpu_lora_sha256"
 NO_DIGEST = "0" * 64
 ADAPTER_CONFIG = "adapter_config.json"
+TOKENIZER = re.compile(
+    r"tokenizer(_config)?\.json|tokenizer\.model|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)"
+    r"|merges\.txt|spiece\.model|sentencepiece\.bpe\.model"
+)
+TEMPLATE = re.compile(r"chat_template\.(jinja|json)|additional_chat_templates/[\w-]+\.jinja")
 COMPANION = re.compile(
     rf"{TOKENIZER.pattern}|{TEMPLATE.pattern}|config\.json|adapter_config\.json|model\.safetensors\.index\.json"
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.locks import is_directory
 from wgpu_lora.files.paths import check_name, links_outside
-from wgpu_lora.formats.checkpoint_names import TEMPLATE, TOKENIZER
+from wgpu_lora.formats.file_digests import TEMPLATE, TOKENIZER
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.model_cards import CARD, card_of_files
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS, read_adapter

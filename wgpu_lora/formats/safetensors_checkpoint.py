@@ -9,21 +9,61 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import ml_dtypes
 import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.json_files import read_json
 from wgpu_lora.files.locks import is_directory
-from wgpu_lora.formats.checkpoint_names import TensorNames
 from wgpu_lora.formats.file_digests import check_digests
 from wgpu_lora.formats.safetensors_header import TensorEntry, read_bytes, read_header
+from wgpu_lora.names.text import join_words
+from wgpu_lora.weights.base import Packed
+from wgpu_lora.weights.base_formats import packed_form
 
 if TYPE_CHECKING:
     from wgpu_lora.weights.base import Packed
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """The names of a model that may be part of a larger one, such as one that also sees images.
+
+    renamed: (beginning in files, beginning in the model), where these differ. Files may have either.
+    skipped_prefixes: beginnings of the names of the other parts' tensors.
+    """
+
+    renamed: tuple[tuple[str, str], ...] = ()
+    skipped_prefixes: tuple[str, ...] = ()
+
+    def is_skipped(self, name: str) -> bool:
+        """Whether a tensor, by its name in a file, is of another part."""
+        return name.startswith(self.skipped_prefixes)
+
+    def model_name(self, name: str) -> str:
+        """The model's name of a tensor in a file."""
+        for stored_prefix, prefix in self.renamed:
+            if name.startswith(stored_prefix):
+                return prefix + name[len(stored_prefix) :]
+        return name
+
+
+def parts_of(names: Iterable[str]) -> tuple[str, ...]:
+    """The modules that tensors belong to: 'model.visual.patch_embed.weight' -> 'visual'."""
+    return tuple(dict.fromkeys(name.removeprefix("model.").partition(".")[0] for name in sorted(names)))
+
+
+def note_of_skipped(names: Iterable[str]) -> str:
+    """A sentence for the user about the tensors of other parts."""
+    tensors = tuple(names)
+    parts = join_words(parts_of(tensors))
+    return f"only the text part of this model is used: {len(tensors):,} tensors of {parts} are skipped"
+
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -111,7 +151,7 @@ class Checkpoint:
         return self.dtype(name).lower()
 
     def packed(self, name: str) -> Packed | None:
-        """The tensor if it is stored in a base format, as in `formats.packed_checkpoint`; here always None."""
+        """The tensor if it is stored in a base format, as in `PackedCheckpoint`; here always None."""
         return None
 
     def read_blocks(self, name: str, base_format: str, row_start: int, row_stop: int) -> np.ndarray:
@@ -240,3 +280,69 @@ def _widen(raw: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "BF16":
         return (raw.astype(np.uint32) << 16).view(np.float32)
     return raw.view(np.float32) if dtype == "F32" else raw.view(np.float16).astype(np.float32)
+
+
+# -- models whose linear layers are stored in a base format ------------------------------------------------------------
+
+# safetensors' notation -> NumPy, of the tensors of packed matrices
+ARRAYS = {
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U32": np.dtype(np.uint32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+}
+
+
+class PackedCheckpoint(Checkpoint):
+    """A checkpoint with packed linear layers. `names` lists whole parameters, not their parts.
+
+    base_format: the registered format that they are stored in.
+    """
+
+    def __init__(self, directory: str | Path, base_format: str, naming: TensorNames = PLAIN):
+        super().__init__(directory, naming)
+        self._format, self._form = base_format, packed_form(base_format)
+        self._shapes: Mapping[str, tuple[int, ...]] = {}
+
+    def names(self) -> list[str]:
+        return [name for name in super().names() if not name.endswith(self._form.suffixes)]
+
+    def dtype(self, name: str) -> str:
+        return self._format.upper() if self._is_packed(name) else super().dtype(name)
+
+    def packed(self, name: str) -> Packed | None:
+        return self._form.read(self, name, self._shapes[name]) if self._is_packed(name) else None
+
+    def base_format(self, name: str) -> str | None:
+        packed = self.packed(name)
+        return packed.format if packed else super().base_format(name)
+
+    def stored_dtype(self, name: str) -> str:
+        """The dtype of a tensor, in safetensors' notation, as it is stored."""
+        return super().dtype(name)
+
+    def array(self, name: str, dtype: str) -> np.ndarray:
+        """A tensor's values, flattened. Raises UserError unless it has this dtype, one of ARRAYS."""
+        if super().dtype(name) != dtype:
+            raise UserError(f"{name} in {self.directory} is not of type {dtype}: copy the model again.")
+        return self.read_stored(name).reshape(-1).view(ARRAYS[dtype])
+
+    def check_against(self, shapes: Mapping[str, tuple[int, ...]], matrices: Collection[str] | None = None) -> None:
+        """Raises UserError unless all parameters exist, and the packed ones are in a supported form.
+
+        matrices: names of those that may be packed; by default, any.
+        """
+        self._shapes = shapes
+        for name, shape in shapes.items():
+            if not self._is_packed(name):
+                self.check_parameter(name, shape)
+                continue
+            if matrices is not None and name not in matrices:
+                raise UserError(f"{name} in {self.directory} is packed, but is not a linear layer: use another model.")
+            self._form.check(self, name, shape, self._format)
+        self.check_unknown(shapes)
+
+    def _is_packed(self, name: str) -> bool:
+        return self._form.is_packed(self, name)

@@ -15,7 +15,7 @@ from wgpu_lora.infer.generation_options import GenerationOptions
 from wgpu_lora.infer.generator import Generation, Generator
 from wgpu_lora.infer.named_adapters import adapters_on_device
 from wgpu_lora.infer.prompts import Prompt, chat_prompt, trained_prompt_format
-from wgpu_lora.infer.sampling import Sampler
+from wgpu_lora.infer.request import Sampler
 from wgpu_lora.models.adapter_set import AdapterSet
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.text import count_noun

@@ -11,7 +11,7 @@ from typing import Any
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.tokenizer.examples import PROMPT_FORMATS
 from wgpu_lora.infer.prompts import check_text
-from wgpu_lora.infer.sampling import Sampler
+from wgpu_lora.infer.request import Sampler
 from wgpu_lora.names.aliases import real_names
 from wgpu_lora.names.spelling import PYTHON, naming
 

@@ -13,8 +13,7 @@ from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.kernel import cdiv
 from wgpu_lora.infer.engine import Engine
 from wgpu_lora.infer.engine_programs import BUCKETS
-from wgpu_lora.infer.request import Request
-from wgpu_lora.infer.sampling import Sampler
+from wgpu_lora.infer.request import Request, Sampler
 from wgpu_lora.models.adapter_set import AdapterSet
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.ops.attention.attention import BLOCK

@@ -59,29 +59,19 @@ class Evaluator:
     Args:
         adapters: None evaluates the base model alone and records no LoRA.
         tokens: rows of the program, at least the longest data row.
-        tables: of another program of this model, already uploaded, with at least as many positions as the longest row
-            has tokens; by default the evaluator creates its own.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        adapters: AdapterSet | None,
-        tokens: int,
-        tables: Tables | None = None,
-        compute_dtype: str = "f32",
-    ):
+    def __init__(self, model: LoadedModel, adapters: AdapterSet | None, tokens: int):
         self.model, self.adapters, self.device, config = model, adapters, model.device, model.config
         slots = len(adapters.specs) if adapters else 1
         # Totals over all rows of a batch, of any slot: log-probabilities, and targets that are the most likely token.
         totals = [persistent((1,), "f32", "workspace", name) for name in ("evaluation total", "evaluation hits")]
         self._totals = share_storage(totals, "evaluation totals")  # so that both are read at once
         self._target_range = persistent((1, 2), "u32", "workspace", "evaluated targets")
-        self._own_tables = tables is None
-        tables = Tables.declare(config.tables(), tokens) if tables is None else tables
+        tables = Tables.declare(config.tables(), tokens)
         self.inputs = StepInputs.declare(config.row_inputs(), tokens, slots, tables)
         self.program = Program(model.device, "evaluation")
-        recorder = Recorder(self.program, compute_dtype=compute_dtype)
+        recorder = Recorder(self.program)
         hidden = model.decoder.hidden(recorder, self.inputs, adapters.bind(self.inputs) if adapters else {})
         swept = sweep(recorder, hidden, model.decoder.head, self.inputs.targets)
         for values, total in zip((swept.logprobs, hits(recorder, swept)), self._totals, strict=True):
@@ -94,8 +84,7 @@ class Evaluator:
     def build(self, arena: Arena, choices: Choices = NO_CHOICES) -> None:
         """Build the program in an arena that its plan fits into; its storages must be allocated."""
         self.program.build(arena, choices)
-        if self._own_tables:
-            self.inputs.tables.upload(self.device)
+        self.inputs.tables.upload(self.device)
 
     def loss(
         self, rows: Sequence[Row], slot: int | None = None, watch: Callable[[int], None] = lambda rows: None

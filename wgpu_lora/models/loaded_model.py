@@ -16,10 +16,9 @@ import numpy as np
 
 from wgpu_lora.errors import NotFiniteError, UserError
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.formats.checkpoint_names import note_of_skipped
 from wgpu_lora.formats.gguf.gguf_checkpoint import GGUFCheckpoint
 from wgpu_lora.formats.hub import resolve_model
-from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
+from wgpu_lora.formats.safetensors_checkpoint import Checkpoint, note_of_skipped
 from wgpu_lora.formats.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.formats.tokenizer.tokenizer_files import tokenizer_files
 from wgpu_lora.gpu.device import Device

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 import numpy as np
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.checkpoint_names import TensorNames
 from wgpu_lora.formats.gguf.gguf_layout import PLAIN_LAYOUT, Layout
+from wgpu_lora.formats.safetensors_checkpoint import TensorNames
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models import config_fields
 from wgpu_lora.models.kv_cache import CacheTensor

@@ -12,9 +12,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf.gguf_checkpoint import GGUFCheckpoint, GGUFTensor
 from wgpu_lora.formats.gguf.gguf_header import Header, read_header
 from wgpu_lora.formats.hub import is_gguf
-from wgpu_lora.formats.packed_checkpoint import PackedCheckpoint
 from wgpu_lora.formats.peft_adapter import CONFIG
-from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
+from wgpu_lora.formats.safetensors_checkpoint import Checkpoint, PackedCheckpoint
 from wgpu_lora.formats.tokenizer.gguf_tokenizer import read_tokenizer
 from wgpu_lora.formats.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.models.architectures import ARCHITECTURES, load_config, parse_config

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.checkpoint_names import TensorNames
+from wgpu_lora.formats.safetensors_checkpoint import TensorNames
 
 # What transformers reads from the whole's config, and from the text part's if it is not there.
 _OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "quantization_config")

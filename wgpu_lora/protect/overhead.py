@@ -23,7 +23,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.names.text import count_noun
 from wgpu_lora.processes.child_process import python
-from wgpu_lora.protect.checking.check import check
+from wgpu_lora.protect.check import check
 from wgpu_lora.protect.overhead_results import ORDERS, SCHEMA, VERIFIED, ZEROIZED, Row, make_row, result_file
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.policies.policy_template import toml

@@ -18,7 +18,7 @@ from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.model_files import ModelFiles
 from wgpu_lora.train.objectives import formats_of, objective_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.rewards.tools import Tools
+from wgpu_lora.train.rewards.function_process import Tools
 from wgpu_lora.train.run.teacher_setup import with_template_date
 from wgpu_lora.train.run.trained_options import fit_length, shortened
 from wgpu_lora.train.session.data_stream import DataStream, group_lengths
@@ -191,19 +191,19 @@ class RowPreview:
 
 
 def preview_rows(
-    args: TrainingArguments, model: ModelFiles, source: Source, numbers: Collection[int] = (), limit: int = 3
+    args: TrainingArguments, model: ModelFiles, source: Source, numbers: Collection[int] = ()
 ) -> Iterator[RowPreview]:
     """Yield rows of a source as training with these options would read them.
 
     Args:
-        numbers: of the rows, from 1; by default the first `limit`. Those that the source does not have are left out.
+        numbers: of the rows, from 1; by default the first three. Those that the source does not have are left out.
 
     Raises:
         UserError: the data cannot be read, or the chat template is unusable.
     """
     args, _ = fit_length(replace(args, skip_bad_rows=False), model.config.max_position_embeddings)
     args = with_template_date(args, model)
-    last, tools = max(numbers, default=limit), tools_of(args)
+    last, tools = max(numbers, default=3), tools_of(args)
     for number, (place, row) in enumerate(source.rows(formats_of(objective_of(args))), 1):
         if number in numbers or not numbers:
             yield _preview(args, model, _OneRow(source, place, row), tools)

@@ -27,8 +27,7 @@ from wgpu_lora.train.run.resume import resolve_recorded_path
 from wgpu_lora.train.run.run_checkpoint import METADATA
 from wgpu_lora.train.run.teacher_setup import checked_cache, live_teacher
 from wgpu_lora.train.session.data_stream import DataStream, heldout_options
-from wgpu_lora.train.session.heldout_loss import heldout_loss
-from wgpu_lora.train.session.session import Session
+from wgpu_lora.train.session.session import Session, heldout_loss
 
 TEACHER = ("teacher", "teacher_adapter", "teacher_cache")  # options that say whom to learn from
 BATCH_TOKENS = 1024  # of a batch; more if a single sample is longer

@@ -18,8 +18,8 @@ from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.grpo import GRPO
 from wgpu_lora.train.objectives.objective import Objective
 from wgpu_lora.train.options.training_arguments import LENGTH_OPTIONS, TrainingArguments
+from wgpu_lora.train.rewards.function_process import Tools
 from wgpu_lora.train.rewards.reward_functions import RewardFunctions
-from wgpu_lora.train.rewards.tools import Tools
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.adapter_init import (
     check_reference_base,

@@ -10,7 +10,7 @@ from typing import Any
 
 from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import SILENT, Events
+from wgpu_lora.events import SILENT
 from wgpu_lora.gpu.memory_leases import budget_bytes, claim
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.data_parallel import gradient_messages
@@ -59,7 +59,7 @@ def prepare_worker(
 
 
 @contextmanager
-def serve_gradients(job: Job[Any], events: Events = SILENT, code: str = "") -> Iterator[DataParallelWorker]:
+def serve_gradients(job: Job[Any], code: str = "") -> Iterator[DataParallelWorker]:
     """Loads the model and what else a step needs; yields who computes parts.
 
     code: digest of the package's code.
@@ -71,9 +71,9 @@ def serve_gradients(job: Job[Any], events: Events = SILENT, code: str = "") -> I
     job.check_memory()
     device, args = session.device, run.args
     budget = budget_bytes(device.info, args.budget())
-    with claim(device, session.needs(), "a part of data-parallel training", budget, args.wait_seconds(), events):
+    with claim(device, session.needs(), "a part of data-parallel training", budget, args.wait_seconds(), SILENT):
         try:
-            session.allocate(events, job.choose_tilings(events))
+            session.allocate(SILENT, job.choose_tilings(SILENT))
             run.weights_sha256 = session.model.weights_sha256
             run.teacher_sha256 = session.teachers.weights_sha256(run.slot)
             if run.reference:

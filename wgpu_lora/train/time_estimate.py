@@ -12,7 +12,7 @@ from typing import Any
 
 from wgpu_lora.data import pack
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import SILENT, Events
+from wgpu_lora.events import SILENT
 from wgpu_lora.gpu.memory_leases import budget_bytes, claim
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.train.data_statistics import padded_tokens
@@ -66,7 +66,7 @@ def check_price(price_per_hour: float | None) -> None:
         raise UserError(f"{flag('price_per_hour')} must be 0 or more, not {price_per_hour:g}.")
 
 
-def project_time(job: Job[Any], events: Events = SILENT) -> Projection:
+def project_time(job: Job[Any]) -> Projection:
     """Load the weights, take a few steps of a run with one adapter, and project its time. Nothing is written.
 
     Raises:
@@ -83,9 +83,9 @@ def project_time(job: Job[Any], events: Events = SILENT) -> Projection:
     budget = budget_bytes(session.device.info, args.budget())
     with ExitStack() as stack:
         seconds = args.wait_seconds()
-        stack.enter_context(claim(session.device, session.needs(), "a measurement", budget, seconds, events))
+        stack.enter_context(claim(session.device, session.needs(), "a measurement", budget, seconds, SILENT))
         stack.callback(session.close)
-        preparation = _seconds(lambda: session.allocate(events, job.choose_tilings(events)))
+        preparation = _seconds(lambda: session.allocate(SILENT, job.choose_tilings(SILENT)))
         run.place_initial(session)
         if run.reference:
             session.place_reference(run.slot, run.reference.matrices)

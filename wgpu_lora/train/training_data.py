@@ -15,7 +15,7 @@ from wgpu_lora.names.spelling import flag
 from wgpu_lora.names.text import count_noun
 from wgpu_lora.train.objectives import formats_of, objective_of
 from wgpu_lora.train.options.training_arguments import ROWS_PER_BATCH, TrainingArguments
-from wgpu_lora.train.rewards.tools import Tools
+from wgpu_lora.train.rewards.function_process import Tools
 
 
 def sources_of(args: TrainingArguments, rows: Mapping[str, Source] | None = None) -> tuple[Source, Source | None]:

@@ -287,7 +287,7 @@ class Packed:
 
 
 class StoredTensors(Protocol):
-    """The tensors of a checkpoint as a packed form reads them (see `formats.packed_checkpoint.PackedCheckpoint`)."""
+    """The tensors of a checkpoint as a packed form reads them (see `PackedCheckpoint`)."""
 
     @property
     def directory(self) -> Path: ...

@@ -29,8 +29,7 @@ from wgpu_lora.data import Tokenizer, tokenize_source
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.assets import DEMO_MODEL as DEMO
 from wgpu_lora.formats import peft_adapter, peft_config
-from wgpu_lora.formats.packed_checkpoint import PackedCheckpoint
-from wgpu_lora.formats.safetensors_checkpoint import INDEX, Checkpoint
+from wgpu_lora.formats.safetensors_checkpoint import INDEX, Checkpoint, PackedCheckpoint
 from wgpu_lora.formats.safetensors_header import read_header
 from wgpu_lora.formats.tokenizer import gguf_tokenizer, tokenizer, tokenizer_process
 from wgpu_lora.formats.tokenizer.local_tokenizer import LocalTokenizer
@@ -41,8 +40,7 @@ from wgpu_lora.models.rotary_embedding import inv_freq
 from wgpu_lora.processes.child_process import Limits
 from wgpu_lora.protect.sealed import archive
 from wgpu_lora.weights.base import Packed
-from wgpu_lora.weights.lowbit.lowbit import quantised
-from wgpu_lora.weights.lowbit.lowbit_files import LowBitFiles
+from wgpu_lora.weights.lowbit.lowbit import LowBitFiles, quantised
 from wgpu_lora.weights.lowbit.lowbit_layout import pack, scheme_of
 
 WEIGHTS, LOW_BIT = "model.safetensors", "q3a8-g16"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from support.kernels import NONE, Arrays, add, normal, poison, u32
-from wgpu_lora.infer.sampling import Sampler
+from wgpu_lora.infer.request import Sampler
 from wgpu_lora.ops.attention import rope
 from wgpu_lora.ops.loss import sampling
 

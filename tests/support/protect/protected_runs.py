@@ -15,7 +15,7 @@ import jwt
 from support.protect.policies import GIVEN, LEAST, OWNER, digest
 from wgpu_lora.protect.attestation.claims import LEVELS, PROFILE, attest, read_evidence
 from wgpu_lora.protect.broker.release_token import TYPE, make_release
-from wgpu_lora.protect.checking.check import CheckResult, check
+from wgpu_lora.protect.check import CheckResult, check
 from wgpu_lora.protect.evidence.model_signature import NAME as MODEL_SIG
 from wgpu_lora.protect.evidence.model_signature import sign_model
 from wgpu_lora.protect.evidence.run_evidence import EvidenceLog

@@ -22,8 +22,7 @@ from wgpu_lora.formats.peft_adapter import tensor_name, write_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.formats.tokenizer.local_tokenizer import LocalTokenizer
 from wgpu_lora.formats.tokenizer.tokenizer import Tokenizer
-from wgpu_lora.infer.request import EngineStats, Request, StepOutput, TokenLogprobs
-from wgpu_lora.infer.sampling import uniform
+from wgpu_lora.infer.request import EngineStats, Request, StepOutput, TokenLogprobs, uniform
 from wgpu_lora.infer.serve.app import Access, make_app
 from wgpu_lora.infer.serve.engine_thread import EngineThread
 from wgpu_lora.infer.serve.grammars import Vocabulary

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from wgpu_lora.bench.brick import Context, Workload
-from wgpu_lora.bench.bricks import adapter_bricks, device_speed, layer_bricks, serving_bricks, training_bricks
+from wgpu_lora.bench.bricks import adapter_bricks, layer_bricks, serving_bricks, training_bricks
 from wgpu_lora.bench.contract import brick_names
 from wgpu_lora.models.model_config import ModelConfig
 
@@ -24,7 +24,7 @@ WORKLOADS: dict[str, Callable[[Context], Iterator[Workload]]] = {
     "train_step": single_case(training_bricks.TrainStep),
     "multi_adapter_step": single_case(adapter_bricks.MultiAdapterStep),
     "multi_adapter_memory": single_case(adapter_bricks.MultiAdapterMemory),
-    "device_speed": single_case(device_speed.DeviceSpeed),
+    "device_speed": single_case(training_bricks.DeviceSpeed),
     "ttft": serving_bricks.ttft,
     "throughput": serving_bricks.throughput,
     "batch": serving_bricks.batch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from wgpu_lora.cli.cluster.cluster_commands import (
+    RunCommand,
     SweepCommand,
     attach,
     cancel,
@@ -16,7 +17,6 @@ from wgpu_lora.cli.cluster.cluster_commands import (
     sweep,
     up,
 )
-from wgpu_lora.cli.cluster.options import RunCommand
 from wgpu_lora.cli.command import Command, Group
 
 cluster = typer.Typer(

@@ -16,8 +16,7 @@ from wgpu_lora.cluster.launch import local_ray
 from wgpu_lora.cluster.messages import RunRequest, Task
 from wgpu_lora.cluster.node_versions import difference, own_versions
 from wgpu_lora.cluster.preflight import check_here, listed_hosts, missing_hosts, request_of, surveyed
-from wgpu_lora.cluster.run_results import write_evaluations
-from wgpu_lora.cluster.run_status import Followed, chosen_run, follow, snapshot_of
+from wgpu_lora.cluster.run_status import Followed, chosen_run, follow, snapshot_of, write_evaluations
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.installation import program
 from wgpu_lora.names.text import count_noun, join_words

@@ -14,6 +14,7 @@ import typer
 from wgpu_lora.cli.console import Bar, TensorBar, console, folded, is_terminal
 from wgpu_lora.cli.inference.line_reader import Reader, hide_typed_keys
 from wgpu_lora.cli.inference.sampling_options import (
+    OWN,
     EnableThinking,
     MaxNewTokens,
     MinP,
@@ -26,9 +27,9 @@ from wgpu_lora.cli.inference.sampling_options import (
     Temperature,
     TopK,
     TopP,
+    Url,
     for_stdout,
 )
-from wgpu_lora.cli.inference.server import OWN, Url
 from wgpu_lora.cli.inference.slash_commands import SlashCommands
 from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Model, is_given, refuse_unused
 from wgpu_lora.errors import UserError

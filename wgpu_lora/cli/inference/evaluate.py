@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.cli.console import Bar, TensorBar, line, print_json
-from wgpu_lora.cli.inference.compare_adapters import as_rows, show_losses
+from wgpu_lora.cli.console import Bar, TensorBar, console, line, print_json
+from wgpu_lora.cli.inference.generate import as_rows
 from wgpu_lora.cli.inference.sampling_options import MaxNewTokens, Seed, TopP
 from wgpu_lora.cli.parameters import (
     THINKING,
@@ -34,6 +35,9 @@ from wgpu_lora.names.choices import OVERFLOW
 from wgpu_lora.names.text import count_noun, escape_unprintable
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.weights.base_formats import AUTO
+
+if TYPE_CHECKING:
+    from wgpu_lora.infer.perplexity import Evaluation
 
 OF_LOSSES = ("objective", "max_length", "on_overflow", "completion_only_loss", "skip_bad_rows", "teacher",
              "teacher_adapter", "teacher_cache", "exact_match", "match_pattern", "match_field")  # fmt: skip
@@ -225,3 +229,30 @@ def evaluate(
 def _fail(message: str) -> int:
     print(f"wgpu-lora: {escape_unprintable(message)}", file=sys.stderr)
     return 1
+
+
+METRICS = {
+    "mean_token_accuracy": "accuracy",
+    "exact_match": "matches",
+    "rewards/accuracies": "rewards/accuracies",
+    "rewards/margins": "rewards/margins",
+}  # that a table shows, and its columns
+
+
+def show_losses(losses: Mapping[str, Evaluation]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("name", overflow="fold")
+    some = [name for name in METRICS if any(name in result.metrics for result in losses.values())]
+    perplexity = any(result.perplexity is not None for result in losses.values())
+    for title in ("loss", *(["perplexity"] if perplexity else []), *(METRICS[name] for name in some), "tokens"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for name, result in losses.items():
+        figures = [*([result.perplexity] if perplexity else []), *(result.metrics.get(metric) for metric in some)]
+        values = ["" if value is None else f"{value:.4f}" for value in figures]
+        table.add_row(Text(escape_unprintable(name)), f"{result.loss:.6f}", *values, f"{result.tokens:,}")
+    console().print(table)
+    rows, seconds = next(iter(losses.values())).rows, sum(result.seconds for result in losses.values())
+    line("over", f"{rows:,} rows in {seconds:.1f} s")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.cli.console import Bar, TensorBar, is_terminal, print_json
-from wgpu_lora.cli.inference.compare_adapters import as_rows, show_answers
+from wgpu_lora.cli.console import Bar, TensorBar, console, is_terminal, print_json
 from wgpu_lora.cli.inference.sampling_options import (
+    OWN,
     EnableThinking,
     MaxNewTokens,
     MinP,
@@ -22,9 +25,9 @@ from wgpu_lora.cli.inference.sampling_options import (
     Temperature,
     TopK,
     TopP,
+    Url,
     for_stdout,
 )
-from wgpu_lora.cli.inference.server import OWN, Url, served_answers
 from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Json, Model, is_given, refuse_unused
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.text import count_noun, escape_unprintable
@@ -34,7 +37,34 @@ if TYPE_CHECKING:
     from wgpu_lora.infer.answers import Answer
     from wgpu_lora.infer.generation_options import GenerationOptions
     from wgpu_lora.infer.prompt_file import Request
+    from wgpu_lora.infer.prompts import Prompt
+    from wgpu_lora.infer.serve.client import ServerClient
     from wgpu_lora.models.loaded_model import LoadedModel
+
+
+def served_answers(
+    client: ServerClient, prompts: Sequence[Prompt], settings: GenerationOptions, at_once: int
+) -> list[Answer]:
+    """A server's answers to prompts, in order. Raises UserError."""
+    from wgpu_lora.formats.tokenizer.examples import Alpaca, Completion
+    from wgpu_lora.infer.answers import Answer
+    from wgpu_lora.infer.serve.client import request_of
+
+    def answer(prompt: Prompt) -> Answer:
+        if isinstance(prompt, Alpaca):
+            raise UserError("A row has an instruction, whose wording a server does not know: give messages.")
+        text = prompt.prompt if isinstance(prompt, Completion) else prompt
+        path, body = request_of(text, settings, settings.max_new_tokens)
+        with client.understood():
+            (choice,) = client.complete(path, {**body, "return_token_ids": True})["choices"]
+            content = choice["text"] if "text" in choice else choice["message"]["content"]
+            result = Answer(prompt, content or "", choice.get("token_ids") or [], choice["finish_reason"], 0.0)
+        bar.advance()
+        return result
+
+    with Bar("answering", len(prompts)) as bar, ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(answer, prompts))
+
 
 EMPTY = (
     "the answer is empty: the model ends it with its first token; it may be trained on prompts of another form "
@@ -273,3 +303,32 @@ def _piped() -> str:
         return sys.stdin.read().strip()
     except UnicodeDecodeError:
         raise UserError("The prompt is not valid UTF-8: convert it to UTF-8.") from None
+
+
+def as_rows(results: Mapping[str, Any], adapters: Mapping[str, Path]) -> list[dict[str, Any]]:
+    """Rows for JSON: each adapter's result with its name and directory; the base has none."""
+    directories = {name: str(directory) for name, directory in adapters.items()}
+    return [{"name": name, "adapter": directories.get(name), **asdict(value)} for name, value in results.items()]
+
+
+def show_answers(answers: Mapping[str, Answer]) -> None:
+    """Print the answers, in panels on a terminal, else in blocks under their names."""
+    if not is_terminal(sys.stdout):
+        print("\n\n".join(f"== {name} ==\n{answer.text}" for name, answer in answers.items()), flush=True)
+        return
+    from rich.panel import Panel
+    from rich.text import Text
+
+    screen = console()
+    for name, answer in answers.items():
+        end = Text(f"{count_noun(len(answer.token_ids), 'token')}, {answer.stop_reason}", "dim")
+        title = Text(escape_unprintable(name), "bold")
+        screen.print(
+            Panel(
+                Text(escape_unprintable(answer.text, "\n\t")),
+                title=title,
+                title_align="left",
+                subtitle=end,
+                subtitle_align="right",
+            )
+        )

@@ -47,6 +47,11 @@ Stop = Annotated[
     typer.Option(help="Text that ends an answer and is not part of it; may be given several times."),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of sampling, if the temperature is not 0.")]
+Url = Annotated[
+    str | None,
+    typer.Option(help="Ask this server of OpenAI's API, such as http://127.0.0.1:8000; --model is one of its models."),
+]
+OWN = ("adapter", "compare", "device", "base_dtype")  # options that a server decides
 NARROW = 36  # columns; narrower answers are shown one below the other
 
 

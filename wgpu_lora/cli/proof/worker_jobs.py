@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.api import answer, load
-from wgpu_lora.cluster.worker.job_kinds import KINDS
+from wgpu_lora.cluster.worker.job_file import KINDS
 from wgpu_lora.cluster.worker.job_process import EventWriter
 from wgpu_lora.data import UNTRAINED
-from wgpu_lora.demo.before_and_after import BATCH
-from wgpu_lora.demo.tasks import Functions
+from wgpu_lora.demo.before_and_after import BATCH, Functions
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import Matrices, read_adapter
 from wgpu_lora.gpu.backends import backend

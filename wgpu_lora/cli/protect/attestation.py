@@ -34,7 +34,7 @@ def attest(
     """
     from wgpu_lora.files.atomic import check_file, replace_file
     from wgpu_lora.protect.attestation import claims
-    from wgpu_lora.protect.runs.protected_session import machine_claims
+    from wgpu_lora.protect.runs.protected_run import machine_claims
     from wgpu_lora.protect.sealed.keys import SessionKeys
 
     claims.check_nonce(nonce)
@@ -107,7 +107,7 @@ def policy(
     """
     from wgpu_lora.protect.attestation.claims import load_evidence
     from wgpu_lora.protect.policies.policy_template import policy_for
-    from wgpu_lora.protect.runs.protected_session import machine_claims
+    from wgpu_lora.protect.runs.protected_run import machine_claims
     from wgpu_lora.protect.sealed.keys import SessionKeys
 
     if source.suffix.lower() != ".json":
@@ -194,7 +194,7 @@ def check(
     is proven and what is only claimed. Without the broker's key nothing is proven about who ran it. The exit code is 1
     if a part fails.
     """
-    from wgpu_lora.protect.checking import check as checking
+    from wgpu_lora.protect import check as checking
     from wgpu_lora.protect.policies.policy import Policy
     from wgpu_lora.protect.sealed.keys import PublicKey
 

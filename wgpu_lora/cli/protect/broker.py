@@ -44,7 +44,7 @@ def broker(
     """
     from wgpu_lora.protect.broker.broker import open_broker
     from wgpu_lora.protect.broker.broker_app import serve
-    from wgpu_lora.protect.hygiene.memory_protection import harden
+    from wgpu_lora.protect.memory_protection import harden
     from wgpu_lora.protect.sealed.keys import DataKey, SigningKey
 
     if not 0 <= port <= 65535:
@@ -83,7 +83,7 @@ def nonce(policy: Policy, signing_key: SigningKeyFile, state: State = None) -> i
     It is recorded in the broker's log, can be used once, and expires as the policy says.
     """
     from wgpu_lora.protect.broker.broker import open_broker
-    from wgpu_lora.protect.hygiene.memory_protection import harden
+    from wgpu_lora.protect.memory_protection import harden
     from wgpu_lora.protect.sealed.keys import SigningKey
 
     harden()

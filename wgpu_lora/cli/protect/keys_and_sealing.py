@@ -33,7 +33,7 @@ def keygen(
     A data key is an age identity, as age-keygen makes it. Make one for each data set: whoever gets it can open all that
     was ever sealed to its recipient.
     """
-    from wgpu_lora.protect.hygiene.memory_protection import harden
+    from wgpu_lora.protect.memory_protection import harden
     from wgpu_lora.protect.sealed.keys import new_data_key, new_signing_key
 
     harden()
@@ -103,7 +103,7 @@ def _release(path: str, output: str, evidence: Path, policy: Path, signing_key: 
     from wgpu_lora.files.json_files import read_bytes
     from wgpu_lora.protect.attestation.claims import MAX_BYTES
     from wgpu_lora.protect.broker.broker import open_broker
-    from wgpu_lora.protect.hygiene.memory_protection import harden
+    from wgpu_lora.protect.memory_protection import harden
     from wgpu_lora.protect.sealed.keys import DataKey, SigningKey
 
     check_new(output, "--output")  # before the nonce is used up
@@ -126,7 +126,7 @@ def open_sealed(
     Nothing is left if it is damaged or incomplete, or if the key does not open it. Standard output gets each chunk of
     64 KiB as soon as it has been authenticated, so use what it got only if the exit code is 0.
     """
-    from wgpu_lora.protect.hygiene.memory_protection import harden
+    from wgpu_lora.protect.memory_protection import harden
     from wgpu_lora.protect.sealed.keys import DataKey
     from wgpu_lora.protect.sealed.sealed_files import unseal_path
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,28 +18,20 @@ import ray.exceptions
 
 from wgpu_lora.cluster.actors.data_parallel import leader_of
 from wgpu_lora.cluster.actors.host_actor import host_store, host_stores, place_parcels, reset_environment
-from wgpu_lora.cluster.actors.unit_files import UnitFiles
 from wgpu_lora.cluster.actors.unit_progress import UnitProgress
-from wgpu_lora.cluster.checkpoint_store import (
-    DamagedCheckpoint,
-    Store,
-    restore_files,
-    shared_store,
-    store_files,
-)
-from wgpu_lora.cluster.cluster_paths import (
-    ADAPTERS,
-    PIPELINE,
-    checked_part,
-    options_here,
-    unit_directory,
-)
+from wgpu_lora.cluster.checkpoint_store import DamagedCheckpoint, Store, restore_files, shared_store, store_files
+from wgpu_lora.cluster.cluster_paths import ADAPTERS, PIPELINE, checked_part, options_here, unit_directory
 from wgpu_lora.cluster.device_resources import device_index, hold_device
-from wgpu_lora.cluster.messages import Commit, Order, Report, Task
+from wgpu_lora.cluster.messages import Commit, Order, Report, StoredFile, Task
 from wgpu_lora.cluster.worker.job_process import EventWriter
 from wgpu_lora.cluster.worker.kinds.training_jobs import prepare_adapters, prepare_finetune
 from wgpu_lora.errors import StorageError, UserError
+from wgpu_lora.files.atomic import file_digest
 from wgpu_lora.train.adapter_tasks import split_options
+from wgpu_lora.train.job import LOCK
+from wgpu_lora.train.run import run_checkpoint
+from wgpu_lora.train.run.multi_adapter_state import read_multi_adapter_state
+from wgpu_lora.train.run.run_state import STATE, read_state
 
 NEVER = 1 << 30  # steps between held-out losses that another device measures
 OWN = ("output", "device", "resume", "overwrite", "requests")  # options that are not a task's
@@ -300,3 +294,64 @@ def _kind(error: BaseException) -> str:
 
 def _sentence(error: BaseException) -> str:
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
+# -- the files of a unit -----------------------------------------------------------------------------------------------
+
+KEPT = 2  # checkpoints of a run that goes on: a ruined adapter falls back to the one before the newest
+TEMPORARY = re.compile(r"\..*\.(tmp|previous|old)")
+
+
+class UnitFiles:
+    """The files of a unit's directory that are stored as a checkpoint; only changed ones are digested again.
+
+    They are listed in the thread that trains, between two steps. Trainers write checkpoints beside, and rename them, so
+    that a run goes on from its directory as it is at any moment.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._digests: dict[tuple[int, int, int], str] = {}  # by inode, time and size
+
+    def files(self, ended: bool = False) -> list[StoredFile]:
+        """Those that a resumed run needs; of a run that has ended, all. Raises OSError."""
+        files = []
+        for root in self._roots():
+            checkpoints = [] if ended else run_checkpoint.list_checkpoints(root / run_checkpoint.STEPS)
+            old = {place for _, place in checkpoints[:-KEPT]}
+            files += [self._stored_file(path) for path in _files_below(root) if old.isdisjoint(path.parents)]
+        return files
+
+    def steps(self) -> dict[str, int]:
+        """The step that each task would be resumed from. Raises UserError if a checkpoint is damaged."""
+        if (self.directory / PIPELINE / STATE).is_file():
+            return read_multi_adapter_state(self.directory / PIPELINE).steps
+        newest = {root.name: run_checkpoint.latest_checkpoint(root) for root in self._roots()[1:]}
+        return {name: read_state(place)[0].step for name, place in newest.items() if place}
+
+    def sweep(self) -> None:
+        """Put in order what a run that has ended left unfinished."""
+        for root in self._roots():
+            run_checkpoint.sweep_run(root)
+
+    def _roots(self) -> list[Path]:
+        adapters = self.directory / ADAPTERS
+        return [self.directory / PIPELINE, *(sorted(adapters.iterdir()) if adapters.is_dir() else ())]
+
+    def _stored_file(self, path: Path) -> StoredFile:
+        stat = path.stat()
+        key = stat.st_ino, stat.st_mtime_ns, stat.st_size
+        if key not in self._digests:
+            self._digests[key] = file_digest(path)
+        return StoredFile(path.relative_to(self.directory).as_posix(), self._digests[key], stat.st_size)
+
+
+def _files_below(root: Path) -> Iterator[Path]:
+    """The files below a directory but temporary ones and locks; links are left out."""
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        if path.is_symlink() or path.name == LOCK or TEMPORARY.fullmatch(path.name):
+            continue
+        if path.is_dir():
+            yield from _files_below(path)
+        elif path.is_file():
+            yield path

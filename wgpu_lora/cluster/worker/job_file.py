@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
 
-from wgpu_lora.cluster.worker.job_kinds import KINDS, Kind
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.json_files import MAX_JSON_BYTES, parse_object
 from wgpu_lora.files.paths import open_file
 from wgpu_lora.files.typed_json import read_as, typed
 from wgpu_lora.names.aliases import real_names
+from wgpu_lora.names.registry import Registry
 from wgpu_lora.names.text import join_words
 
+Kind = Callable[..., Any]  # of an `EventWriter`, and of its options by name; returns the job's result
+KINDS: Registry[Kind] = Registry(
+    {
+        "finetune": "wgpu_lora.cluster.worker.kinds.training_jobs:run_finetune",
+        "pipeline": "wgpu_lora.cluster.worker.kinds.training_jobs:run_pipeline",
+        "plan": "wgpu_lora.cluster.worker.kinds.model_jobs:run_plan",
+        "evaluate": "wgpu_lora.cluster.worker.kinds.inference_jobs:run_evaluate",
+        "generate": "wgpu_lora.cluster.worker.kinds.inference_jobs:run_generate",
+        "import": "wgpu_lora.cluster.worker.kinds.model_jobs:run_import",
+        "bench": "wgpu_lora.cluster.worker.kinds.bench_jobs:run_bench",
+        "bench-training": "wgpu_lora.cluster.worker.kinds.bench_jobs:run_bench_training",
+        "speed": "wgpu_lora.cluster.worker.kinds.bench_jobs:run_speed",
+        "teacher-cache": "wgpu_lora.cluster.worker.kinds.training_jobs:run_teacher_cache",
+    }
+)
 SCHEMA = 1  # of jobs and of events
 MANY = 30  # options that a message does not list
 

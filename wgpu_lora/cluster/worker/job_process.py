@@ -14,14 +14,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, TextIO, get_type_hints
 
-from wgpu_lora.cluster.worker.job_file import SCHEMA, arguments, checked, read_job
-from wgpu_lora.cluster.worker.job_kinds import KINDS
+from wgpu_lora.cluster.worker.job_file import KINDS, SCHEMA, arguments, checked, read_job
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.files.json_files import parse_object, to_json
 from wgpu_lora.names.spelling import IN_JSON, naming
 from wgpu_lora.names.text import join_words
-from wgpu_lora.processes.closed_streams import discard_when_closed
+from wgpu_lora.processes.signals import discard_when_closed
 from wgpu_lora.train.run.stop_reasons import Requests
 
 ORPHANED = 129  # the exit code of a job whose parent is gone, as after SIGHUP

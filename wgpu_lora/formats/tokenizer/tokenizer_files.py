@@ -11,7 +11,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.files.atomic import write_bytes_atomic
 from wgpu_lora.files.json_files import parse_object
 from wgpu_lora.files.paths import links_outside
-from wgpu_lora.formats.checkpoint_names import TEMPLATE, TOKENIZER
+from wgpu_lora.formats.file_digests import TEMPLATE, TOKENIZER
 from wgpu_lora.formats.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.formats.tokenizer.tokenizer_settings import read_settings
 

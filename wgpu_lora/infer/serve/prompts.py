@@ -13,7 +13,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.tokenizer.chat_template import DATE, check_date, check_variables
 from wgpu_lora.formats.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.infer.prompts import chat_prompt, check_text
-from wgpu_lora.infer.sampling import Sampler
+from wgpu_lora.infer.request import Sampler
 from wgpu_lora.infer.serve.errors import RequestError
 from wgpu_lora.infer.serve.schema import ChatMessages, GenerationRequest
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self
 from gguf import GGUFWriter
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.checkpoint_names import TensorNames
 from wgpu_lora.formats.gguf.gguf_header import Header
+from wgpu_lora.formats.safetensors_checkpoint import TensorNames
 from wgpu_lora.models.blocks.attention_block import GatedAttention
 from wgpu_lora.models.blocks.delta_net import L2_EPS, DeltaNet, Runs
 from wgpu_lora.models.blocks.transformer_block import MLP_NORM, Mixer, Transformer

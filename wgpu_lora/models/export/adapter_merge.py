@@ -18,12 +18,11 @@ from wgpu_lora.files.json_files import read_json
 from wgpu_lora.formats.gguf.gguf_layout import read_rows_in_order
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.model_cards import CARD, card_of_merged
-from wgpu_lora.formats.packed_checkpoint import PackedCheckpoint
+from wgpu_lora.formats.safetensors_checkpoint import PackedCheckpoint
 from wgpu_lora.formats.safetensors_writer import MAX_SHARD_BYTES, TensorSpec, copy_companions, write_shards
 from wgpu_lora.formats.tokenizer.tokenizer_files import OWN_TOKENIZER, adapter_tokenizer, copy_tokenizer
 from wgpu_lora.models.adapter_modules import read_adapter_for
-from wgpu_lora.models.export.decoded import DecodedCheckpoint
-from wgpu_lora.models.export.model_directory import SourceDirectory, update_config, write_companions
+from wgpu_lora.models.export.model_directory import DecodedCheckpoint, SourceDirectory, update_config, write_companions
 from wgpu_lora.models.model_config import VECTOR, ModelConfig
 from wgpu_lora.models.model_files import read_model
 from wgpu_lora.names.spelling import flag, setting

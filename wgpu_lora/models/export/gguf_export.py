@@ -15,12 +15,12 @@ from gguf import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType, GGU
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.formats.checkpoint_names import note_of_skipped
 from wgpu_lora.formats.gguf.gguf_layout import file_shape
 from wgpu_lora.formats.gguf.gguf_writer import Pieces, Tensors, check_new_gguf, nbytes, new_gguf, pack, write_tensors
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.model_cards import license_of
 from wgpu_lora.formats.peft_adapter import read_adapter
+from wgpu_lora.formats.safetensors_checkpoint import note_of_skipped
 from wgpu_lora.models.export.adapter_merge import (
     F16_MAX,
     MergedModel,

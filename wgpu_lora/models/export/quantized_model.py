@@ -14,11 +14,9 @@ from wgpu_lora.events import SILENT, Events
 from wgpu_lora.files.atomic import new_directory
 from wgpu_lora.formats.gguf.gguf_checkpoint import GGUFCheckpoint
 from wgpu_lora.formats.hub import is_gguf
-from wgpu_lora.formats.packed_checkpoint import ARRAYS
-from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
+from wgpu_lora.formats.safetensors_checkpoint import ARRAYS, Checkpoint
 from wgpu_lora.formats.safetensors_writer import MAX_SHARD_BYTES, TensorSpec, copy_companions, write_shards
-from wgpu_lora.models.export.decoded import DecodedCheckpoint
-from wgpu_lora.models.export.model_directory import SourceDirectory, update_config, write_companions
+from wgpu_lora.models.export.model_directory import DecodedCheckpoint, SourceDirectory, update_config, write_companions
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.weights.base import Packed, PackedForm

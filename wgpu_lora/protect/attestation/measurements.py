@@ -35,7 +35,7 @@ from wgpu_lora.files.assets import DEMO_MODEL, PACKAGE, combined, package_files,
 from wgpu_lora.files.atomic import file_digest, sha256
 from wgpu_lora.files.installation import NAME
 from wgpu_lora.gpu.backends import WGPU, backend
-from wgpu_lora.protect.hygiene.memory_protection import environment_at_start, system_file
+from wgpu_lora.protect.memory_protection import environment_at_start, system_file
 
 HASHES = {"sha256", "sha384", "sha512"}
 BY_INSTALLERS = ("INSTALLER", "REQUESTED", "direct_url.json", "RECORD")  # in .dist-info; they differ between machines

@@ -24,12 +24,11 @@ KIND = "https://model_signing/signature/v1.0"
 BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 
 
-def sign_model(files: Mapping[str, bytes | bytearray], key: SigningKey, name: str = "adapter") -> bytes:
-    """The content of model.sig for a model.
+def sign_model(files: Mapping[str, bytes | bytearray], key: SigningKey) -> bytes:
+    """The content of model.sig for an adapter.
 
     Args:
         files: contents by their paths in the model's directory, with `/`; without model.sig.
-        name: of the model.
     """
     digests = {path: hashlib.sha256(data).digest() for path, data in sorted(files.items())}
     predicate = {
@@ -44,7 +43,7 @@ def sign_model(files: Mapping[str, bytes | bytearray], key: SigningKey, name: st
         ],
     }
     root = hashlib.sha256(b"".join(digests.values())).hexdigest()
-    envelope = json.loads(dsse.sign(dsse.statement(KIND, [(name, root)], predicate), key))
+    envelope = json.loads(dsse.sign(dsse.statement(KIND, [("adapter", root)], predicate), key))
     hint = hashlib.sha256(key.public.pem.encode()).hexdigest()
     bundle = {
         "mediaType": BUNDLE,

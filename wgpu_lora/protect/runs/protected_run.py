@@ -18,14 +18,16 @@ from wgpu_lora.events import SILENT, Evaluating, EventForwarder, Events
 from wgpu_lora.files.atomic import sha256
 from wgpu_lora.files.json_files import read_bytes
 from wgpu_lora.gpu.buffer_wipe import Wiper
+from wgpu_lora.gpu.device_list import choose
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.names.text import count_noun
 from wgpu_lora.processes.signals import on_end_signal
+from wgpu_lora.protect.attestation.claims import base_facts, gather
 from wgpu_lora.protect.evidence import anchors
 from wgpu_lora.protect.evidence.run_statement import RunFacts, write_statement
-from wgpu_lora.protect.hygiene.cleanup import Cleanup, device_wipe_facts, overwrite
-from wgpu_lora.protect.hygiene.memory_protection import harden, swap_risks
-from wgpu_lora.protect.runs.protected_job import ProtectedJob, model_facts
+from wgpu_lora.protect.memory_protection import harden, swap_risks
+from wgpu_lora.protect.runs.cleanup import Cleanup, device_wipe_facts, overwrite
+from wgpu_lora.protect.runs.protected_job import ProtectedJob, model_facts, read_job
 from wgpu_lora.protect.runs.protected_session import Say, Session, open_log
 from wgpu_lora.protect.runs.sealed_storage import ADAPTER, SealedStorage
 from wgpu_lora.protect.sealed import archive
@@ -117,6 +119,30 @@ def finetune_protected(
         return ProtectedRecord(
             end.record, job.output, job.output / ADAPTER, end.cleanup_facts, end.statement, session.protection_times
         )
+
+
+def machine_claims(nonce: str, keys: SessionKeys, job: Path | None = None, device: str | None = None) -> dict[str, Any]:
+    """The claims of a session on this machine, without training: of a model, only its files are opened.
+
+    They name what is loaded, so this is part of the module that trains: as much is loaded as in a training session.
+
+    Args:
+        job: JOB.toml, whose facts are stated too. device: instead of the job's, index or part of a name.
+
+    Raises:
+        UserError: the job, the model or a sealed file cannot be read, or there is no such device.
+    """
+    host = harden()
+    try:
+        if job is None:
+            return gather(choose(device)[0], nonce=nonce, keys=keys, host=host.facts)
+        protected_job = read_job(job)
+        args = protected_job.arguments
+        model = open_model(args.model or "demo", device or args.device, args.base_dtype)
+        base = base_facts(model.name, model.checkpoint, model.config)
+        return gather(model.device.info, nonce=nonce, keys=keys, job=protected_job, base=base, host=host.facts)
+    finally:
+        host.restore()
 
 
 def _train(session: Session, key: DataKey, model: LoadedModel, end: SessionEnd, watch: Watch | None) -> RunRecord:

@@ -9,30 +9,27 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.atomic import sha256, write_bytes_atomic
 from wgpu_lora.files.installation import program
 from wgpu_lora.files.json_files import read_bytes
-from wgpu_lora.gpu.device_list import choose
-from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.protect.attestation.claims import attest, base_facts, gather, load_evidence, read_evidence
 from wgpu_lora.protect.broker.broker import Clock, sign_progress
 from wgpu_lora.protect.broker.broker_client import BrokerClient, RefusalError
 from wgpu_lora.protect.broker.release_token import MAX_TOKEN, Release, check_expired, missing_line, open_release
-from wgpu_lora.protect.checking.session_checks import Findings, check_sessions, sessions_of
 from wgpu_lora.protect.evidence import anchors
 from wgpu_lora.protect.evidence.run_evidence import CLEANUP, EvidenceLog, read_log
 from wgpu_lora.protect.evidence.run_evidence import NAME as LOG
 from wgpu_lora.protect.evidence.run_statement import NAME as STATEMENT
-from wgpu_lora.protect.hygiene.memory_protection import HostProtection, harden
-from wgpu_lora.protect.runs.protected_job import ProtectedJob, read_job
+from wgpu_lora.protect.memory_protection import HostProtection
+from wgpu_lora.protect.runs.protected_job import ProtectedJob
 from wgpu_lora.protect.runs.sealed_storage import ADAPTER
 from wgpu_lora.protect.sealed.keys import SessionKeys
+from wgpu_lora.protect.session_checks import Findings, check_sessions, sessions_of
 
 JOB_COPY = "job.toml"
 EVIDENCE, RELEASE = "evidence.json", "release.jwt"  # in a job's directory of files
@@ -219,27 +216,3 @@ def _check_unused(job: ProtectedJob) -> None:
             f"{conflicts[0]} exists already, and the run would write over it: choose another output in {job.path}, or "
             "move that file."
         )
-
-
-def machine_claims(nonce: str, keys: SessionKeys, job: Path | None = None, device: str | None = None) -> dict[str, Any]:
-    """The claims of a session on this machine, without training: of a model, only its files are opened.
-
-    Args:
-        job: JOB.toml, whose facts are stated too. device: instead of the job's, index or part of a name.
-
-    Raises:
-        UserError: the job, the model or a sealed file cannot be read, or there is no such device.
-    """
-    host = harden()
-    try:
-        if job is None:
-            return gather(choose(device)[0], nonce=nonce, keys=keys, host=host.facts)
-        # The claims name what is loaded: as much as in a training session.
-        import_module("wgpu_lora.protect.runs.protected_run")
-        protected_job = read_job(job)
-        args = protected_job.arguments
-        model = open_model(args.model or "demo", device or args.device, args.base_dtype)
-        base = base_facts(model.name, model.checkpoint, model.config)
-        return gather(model.device.info, nonce=nonce, keys=keys, job=protected_job, base=base, host=host.facts)
-    finally:
-        host.restore()

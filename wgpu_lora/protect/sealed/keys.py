@@ -21,7 +21,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.files.atomic import new_file, write_new_bytes
 from wgpu_lora.files.json_files import small_file
 from wgpu_lora.files.locks import check_output, unwritable
-from wgpu_lora.protect.hygiene.memory_protection import lock_pages
+from wgpu_lora.protect.memory_protection import lock_pages
 
 MAX_KEY_BYTES = 64 << 10  # of a file of keys or recipients
 SECRET = b"AGE-SECRET-KEY-1"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from wgpu_lora.data.prompt_formats import PROMPTS
+from wgpu_lora.data.example_formats import PROMPTS
 from wgpu_lora.data.tokenized_data import KEEP_END, Cut
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, by_subgroup, kernel, row_grid

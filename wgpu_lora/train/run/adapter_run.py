@@ -39,11 +39,10 @@ from wgpu_lora.train.run.run_outcome import end_warnings, start_warnings
 from wgpu_lora.train.run.run_state import SCHEMA, RunState, read_state
 from wgpu_lora.train.run.training_log import Log
 from wgpu_lora.train.session.data_stream import DataStream, heldout_options
-from wgpu_lora.train.session.heldout_loss import heldout_loss, precompute
 from wgpu_lora.train.session.live_teachers import LiveTeacher
 from wgpu_lora.train.session.rollout_stream import Phase, RolloutStream, stream_of
 from wgpu_lora.train.session.rollouts import Rollouts
-from wgpu_lora.train.session.session import Session
+from wgpu_lora.train.session.session import Session, heldout_loss, precompute
 
 LOGGING_STEPS, SHORT = 10, 100  # runs of at most SHORT steps log every step
 

@@ -18,7 +18,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.files.atomic import file_digest
 from wgpu_lora.files.json_files import parse_object, read_json, to_json
 from wgpu_lora.files.locks import sweep
-from wgpu_lora.formats.checkpoint_names import TEMPLATE, TOKENIZER
+from wgpu_lora.formats.file_digests import TEMPLATE, TOKENIZER
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.train.optimizers import name_of

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.data import Tokenizer
-from wgpu_lora.data.prompt_formats import before_answer
+from wgpu_lora.data.example_formats import before_answer
 from wgpu_lora.errors import RolloutWarning, UserError
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.infer.request import Request
-from wgpu_lora.infer.sampling import Sampler
+from wgpu_lora.infer.request import Request, Sampler
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.train.objectives.grpo import nan_mean, nan_std
 from wgpu_lora.train.rewards.reward_functions import RewardFunctions, Rewards

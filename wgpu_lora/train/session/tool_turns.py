@@ -11,7 +11,7 @@ from wgpu_lora.formats.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.infer.tool_calls import QUESTION, TRIAL, ToolCallParser, rendered_call, tool_format
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.names.text import common_prefix
-from wgpu_lora.train.rewards.tools import Tools
+from wgpu_lora.train.rewards.function_process import Tools
 
 Message = dict[str, Any]
 

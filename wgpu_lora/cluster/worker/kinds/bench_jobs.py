@@ -1,18 +1,22 @@
-"""The job `bench`: bricks against their contracts, with the device's ceilings; each record is an event `measured`."""
+"""Jobs that measure: `bench`, bricks against their contracts, with the device's ceilings, each record an event
+`measured`; `bench-training`; and `speed`, the brick `device_speed` without its checks and the ceilings."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from wgpu_lora.bench.brick import Context
 from wgpu_lora.bench.brick_run import bench
 from wgpu_lora.bench.bricks import bricks_of
+from wgpu_lora.bench.bricks.training_bricks import DeviceSpeed
 from wgpu_lora.bench.contract import OPTIONS, brick_names, load_contract
 from wgpu_lora.bench.training_runs import Work, run_training
 from wgpu_lora.bench.training_step import training_options
 from wgpu_lora.cluster.worker.job_process import EventWriter, JobResult
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.memory_leases import Ledger, claim, device_key
 from wgpu_lora.gpu.tuner import tuning_enabled
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.train.run.stop_reasons import FINISHED
@@ -81,3 +85,35 @@ def run_bench_training(
     result = run_training(Work(recipe, shape, layers, training_options(options), where), repeat, port)
     reasons = [run["stop_reason"] for run in result["runs"] if run["stop_reason"] not in FINISHED]
     return JobResult(result["summary"], int(bool(reasons)), f"a run ended: {reasons[0]}" if reasons else "")
+
+
+TURNS = 2  # of a measurement of speed, at least
+
+
+def run_speed(
+    port: EventWriter,
+    *,
+    device: str | int | None = None,
+    shape: str = "tiny-qwen3",
+    layers: int = 2,
+    tokens: int = 384,
+    seconds: float = 3.0,
+) -> dict[str, Any]:
+    """The figures of the brick, and `beside`: who else held memory of the device before or after. The shape is the same
+    for all devices, so that their figures can be compared."""
+    context = Context.of(Device(device), shape, None, layers, tokens=tokens)
+    ledger = Ledger(device_key(context.device.info))
+    before, workload = _other_owners(ledger), DeviceSpeed(context)
+    with claim(context.device, workload.nbytes(), "measuring the device's speed"):
+        try:
+            workload.open()
+            figures = workload.measure(TURNS, seconds)
+        finally:
+            workload.close()
+            context.close()
+    return {**figures, "beside": list(dict.fromkeys([*before, *_other_owners(ledger)]))}
+
+
+def _other_owners(ledger: Ledger) -> list[str]:
+    entries = [entry for entry in ledger.read() if entry.is_of_this_host and entry.holds and not entry.dead]
+    return [entry.owner for entry in entries if entry.pid != os.getpid()]

@@ -9,9 +9,9 @@ STAGES: Registry[type[Stage]] = Registry(
     {
         "prepare": "wgpu_lora.train.chain.stages.prepare:Prepare",
         "finetune": "wgpu_lora.train.chain.stages.finetune:Finetune",
-        "merge": "wgpu_lora.train.chain.stages.merge:Merge",
-        "gguf": "wgpu_lora.train.chain.stages.gguf:Gguf",
-        "cards": "wgpu_lora.train.chain.stages.cards:Cards",
+        "merge": "wgpu_lora.train.chain.stages.export:Merge",
+        "gguf": "wgpu_lora.train.chain.stages.export:Gguf",
+        "cards": "wgpu_lora.train.chain.stages.push:Cards",
         "push": "wgpu_lora.train.chain.stages.push:Push",
     }
 )

@@ -12,7 +12,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.files.atomic import file_digest, write_bytes_atomic
 from wgpu_lora.formats.hub_upload import Upload, check_repo_name, merge_uploads, prepare
 from wgpu_lora.formats.hub_upload import push as send
-from wgpu_lora.formats.model_cards import CARD
+from wgpu_lora.formats.model_cards import CARD, card_of_repository
+from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
 from wgpu_lora.train.chain.stage import Stage, Watch
 
 RESULT = "push.json"
@@ -77,3 +78,23 @@ class Push(Stage):
         folders = {Path(place).name: prepare(Path(place)) for place in self.adapters}
         roots = [prepare(Path(place)) for place in self.files_of]
         return merge_uploads(folders, roots, Path(self.card, CARD) if self.card else None)
+
+
+@dataclass(frozen=True)
+class Cards(Stage):
+    """adapters: their directories, each a folder of the repository; files: directories of GGUF files."""
+
+    title: str
+    model: str = "demo"
+    adapters: list[str] = field(default_factory=list)
+    files_of: list[str] = field(default_factory=list)
+
+    def files(self, download: bool) -> Iterator[Path]:
+        for adapter in self.adapters:
+            yield from (Path(adapter, file) for file in (CARD, WEIGHTS, CONFIG))
+        yield from map(Path, self.files_of)
+
+    def run(self, output: Path, watch: Watch, resuming: bool) -> None:
+        adapters = [Path(adapter) for adapter in self.adapters]
+        files = [path for place in self.files_of for path in sorted(Path(place).glob("*.gguf"))]
+        write_bytes_atomic(output / CARD, card_of_repository(self.title, self.model, adapters, files).encode())

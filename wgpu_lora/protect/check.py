@@ -14,7 +14,6 @@ from wgpu_lora.files.atomic import file_digest, sha256
 from wgpu_lora.files.paths import is_path, links_outside
 from wgpu_lora.files.typed_json import typed
 from wgpu_lora.names.text import count_noun, escape_unprintable, join_words
-from wgpu_lora.protect.checking.session_checks import MAX_SMALL, Findings, Session, check_sessions, sessions_of
 from wgpu_lora.protect.evidence import anchors, dsse, model_signature, run_statement
 from wgpu_lora.protect.evidence.model_signature import verify_model
 from wgpu_lora.protect.evidence.run_evidence import CLEANUP, CLEANUP_KIND, ENDS, NAME, read_log
@@ -23,6 +22,7 @@ from wgpu_lora.protect.evidence.signed_log import DamagedError, Entry, read_byte
 from wgpu_lora.protect.policies.appraisal import appraise_statement
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.keys import PublicKey
+from wgpu_lora.protect.session_checks import MAX_SMALL, Findings, Session, check_sessions, sessions_of
 
 MADE = ("started", "checkpoint", "evaluated", *ENDS)  # stages whose subjects the run itself sealed
 SEALED = ".age"

@@ -1,1 +1,0 @@
-"""What `protect check` verifies, part by part."""

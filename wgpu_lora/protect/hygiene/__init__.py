@@ -1,1 +1,0 @@
-"""What keeps secrets off the disk, and overwrites them at the end."""
