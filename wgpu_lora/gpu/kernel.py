@@ -1,12 +1,12 @@
 """A kernel's declaration: the signature is the binding table, the docstring the formula, the body the reference.
 
     @kernel("rmsnorm_forward.wgsl.j2", grid=lambda c: one_per(c.rows, 1))
-    def rmsnorm_forward(x: In, weight: Fixed, y: Out, *, rows: U32, cols: U32, eps: F32):
+    def rmsnorm_forward(x: In, weight: ReadOnly, y: Out, *, rows: U32, cols: U32, eps: F32):
         '''y[r] = x[r] * weight / sqrt(mean(x[r]^2) + eps)'''
         return x / np.sqrt(...) * weight
 
 Positional parameters are storage bindings, in order. `In`, `Out` and `InOut` may be in arenas and are declared
-`read_write` in WGSL, because tensors that share an arena's buffer may not mix access modes in one dispatch. `Fixed`
+`read_write` in WGSL, because tensors that share an arena's buffer may not mix access modes in one dispatch. `ReadOnly`
 (weights, tables, a step's inputs) is `read`. A parameter with the default None is optional, and so is its binding.
 
 Keyword parameters become constants of the shader, except for `Dim`s, which are passed in a uniform buffer `dims` whose
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 In = Annotated[Any, "in"]
 Out = Annotated[Any, "out"]
 InOut = Annotated[Any, "inout"]
-Fixed = Annotated[Any, "fixed"]
+ReadOnly = Annotated[Any, "fixed"]
 U32 = Annotated[int, "u32"]
 I32 = Annotated[int, "i32"]
 F32 = Annotated[float, "f32"]

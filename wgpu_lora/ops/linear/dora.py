@@ -15,12 +15,12 @@ import numpy as np
 from wgpu_lora.gpu.kernel import (
     U32,
     Dim,
-    Fixed,
     Flag,
     In,
     InOut,
     Out,
     Place,
+    ReadOnly,
     by_subgroup,
     cdiv,
     kernel,
@@ -42,10 +42,10 @@ def slots_of(ranges: Any, first_row: int, rows: int) -> list[slice]:
 @kernel("magnitude_scale.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear",))
 def magnitude_scale(
     u: In,
-    gain: Fixed,
-    ranges: Fixed,
+    gain: ReadOnly,
+    ranges: ReadOnly,
     y: InOut,
-    bias: Fixed = None,
+    bias: ReadOnly = None,
     *,
     rows: U32,
     cols: U32,
@@ -66,7 +66,7 @@ def magnitude_scale(
 def magnitude_partial(
     dy: In,
     u: In,
-    ranges: Fixed,
+    ranges: ReadOnly,
     partial: Out,
     *,
     rows: U32,
@@ -86,7 +86,7 @@ def magnitude_partial(
 
 @kernel("magnitude_gradient.wgsl", grid=lambda c: linear_grid(c.slots * c.cols), lib=("linear",))
 def magnitude_gradient(
-    partial: In, norm: Fixed, gradient: InOut, *, cols: U32, slots: U32, chunks: U32, stride: U32, slot_stride: U32
+    partial: In, norm: ReadOnly, gradient: InOut, *, cols: U32, slots: U32, chunks: U32, stride: U32, slot_stride: U32
 ) -> Any:
     """gradient[s] at s * slot_stride += sum over chunks of partial[s] / norm[s], norm[s] at s * stride; not where the
     norm is 0."""
@@ -98,7 +98,7 @@ def magnitude_gradient(
 
 
 @kernel("gram.wgsl.j2", grid=row_grid(lambda c: c.rows * c.rows), variants=by_subgroup)
-def gram(a: Fixed, y: Out, *, rows: U32, cols: U32) -> Any:
+def gram(a: ReadOnly, y: Out, *, rows: U32, cols: U32) -> Any:
     """y = a a^T."""
     matrix = a.reshape(-1)[: rows * cols].reshape(rows, cols)
     return matrix @ matrix.T
@@ -108,10 +108,10 @@ def gram(a: Fixed, y: Out, *, rows: U32, cols: U32) -> Any:
 def adapted_norm(
     p: In,
     gram: In,
-    b: Fixed,
-    m: Fixed,
-    squares: Fixed,
-    scale: Fixed,
+    b: ReadOnly,
+    m: ReadOnly,
+    squares: ReadOnly,
+    scale: ReadOnly,
     norm: Out,
     gain: Out,
     *,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from wgpu_lora.gpu.kernel import Dim, Fixed, In, InOut, kernel, linear_grid
+from wgpu_lora.gpu.kernel import Dim, In, InOut, ReadOnly, kernel, linear_grid
 from wgpu_lora.gpu.tensor import Tensor, align, spanning
 from wgpu_lora.ops.elementwise import dropout_apply, fill
 from wgpu_lora.ops.linear.frozen_product import FrozenMatrix, FrozenProduct
@@ -243,7 +243,7 @@ def frozen_low_rank(rec: Recorder, x: Tensor, y: Tensor, lora: LoraSlots) -> Non
 
 
 @kernel("input_squares.wgsl", grid=lambda c: linear_grid(c.cols), lib=("linear",))
-def input_squares(x: In, count: Fixed, squares: InOut, *, rows: Dim, first: Dim, cols: Dim) -> Any:
+def input_squares(x: In, count: ReadOnly, squares: InOut, *, rows: Dim, first: Dim, cols: Dim) -> Any:
     """squares[c] += the sum of x[r, c]^2 over the rows in use.
 
     x has `rows` rows of a batch, from its row `first` on; the first `count` rows of the batch are in use.

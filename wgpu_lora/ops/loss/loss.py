@@ -26,12 +26,12 @@ import numpy as np
 from wgpu_lora.gpu.kernel import (
     F32,
     U32,
-    Fixed,
     Flag,
     In,
     InOut,
     Out,
     Place,
+    ReadOnly,
     by_subgroup,
     kernel,
     linear_grid,
@@ -50,8 +50,8 @@ CHUNK_BYTES = 32 << 20  # of one chunk's logits
 @kernel("softmax_chunk.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
 def softmax_chunk(
     logits: InOut,
-    targets: Fixed,
-    count: Fixed,
+    targets: ReadOnly,
+    count: ReadOnly,
     state: InOut,
     rescale: InOut,
     apart: Out = None,
@@ -91,7 +91,7 @@ def softmax_chunk(
 
 
 @kernel("target_logprobs.wgsl", grid=lambda c: linear_grid(c.rows), lib=("linear",))
-def target_logprobs(state: In, count: Fixed, logprobs: Out, *, rows: U32, rate: F32 = 1.0) -> Any:
+def target_logprobs(state: In, count: ReadOnly, logprobs: Out, *, rows: U32, rate: F32 = 1.0) -> Any:
     """logprobs = rate target's logit - (rate m + log(sum)), by the state of `softmax_chunk`; 0 for rows >= count."""
     top, total, target_logits, _ = state.reshape(rows, 4).T
     valid = np.arange(rows) < int(count.reshape(-1)[0])
@@ -99,7 +99,7 @@ def target_logprobs(state: In, count: Fixed, logprobs: Out, *, rows: U32, rate: 
 
 
 @kernel("target_hits.wgsl", grid=lambda c: linear_grid(c.rows), lib=("linear",))
-def target_hits(state: In, count: Fixed, hits: Out, *, rows: U32) -> Any:
+def target_hits(state: In, count: ReadOnly, hits: Out, *, rows: U32) -> Any:
     """hits = 1 where no logit is larger than the target's, by the state of `softmax_chunk`; 0 for rows >= count."""
     top, _, target_logits, _ = state.reshape(rows, 4).T
     return np.where(np.arange(rows) < int(count.reshape(-1)[0]), target_logits >= top, 0)
@@ -109,7 +109,7 @@ def target_hits(state: In, count: Fixed, hits: Out, *, rows: U32) -> Any:
 def logprob_gradient(
     state: In,
     weights: In,
-    count: Fixed,
+    count: ReadOnly,
     head_rows: In,
     dh: InOut,
     *,
@@ -129,7 +129,7 @@ def logprob_gradient(
 
 @kernel("rest_gradient.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
 def rest_gradient(
-    state: In, rests: In, count: Fixed, dh: In, total: InOut, *, rows: U32, cols: U32, accumulate: Flag = False
+    state: In, rests: In, count: ReadOnly, dh: In, total: InOut, *, rows: U32, cols: U32, accumulate: Flag = False
 ) -> Any:
     """total (+)= rests dh / sum; nothing for rows without a weight and rows >= count[0]."""
     valid = (rests.reshape(-1) != 0) & (np.arange(rows) < int(count.reshape(-1)[0]))
@@ -138,7 +138,7 @@ def rest_gradient(
 
 
 @kernel("sum_by_slot.wgsl.j2", grid=row_grid(lambda c: c.slots), variants=by_subgroup)
-def sum_by_slot(x: In, ranges: Fixed, total: InOut, *, slots: U32, largest: Flag = False) -> Any:
+def sum_by_slot(x: In, ranges: ReadOnly, total: InOut, *, slots: U32, largest: Flag = False) -> Any:
     """total[s] += sum of x over the rows of slot s; with `largest`, the largest of these, total and 0 instead."""
     if largest:
         return np.maximum(total, [x[a:b].max(initial=0) for a, b in ranges.reshape(-1, 2).astype(int)])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Place, Word, by_subgroup, kernel, linear_grid, row_grid
+from wgpu_lora.gpu.kernel import U32, Dim, In, InOut, Place, ReadOnly, Word, by_subgroup, kernel, linear_grid, row_grid
 from wgpu_lora.gpu.reference_values import Part, evenly_spaced, select_rows
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Arrays, Constants
@@ -28,7 +28,7 @@ def _places(ids: np.ndarray, count: np.ndarray, rows: int, cols: int, first: int
 
 @kernel("pick_logits.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.kept), lib=("linear",))
 def pick_logits(
-    logits: In, ids: In, count: Fixed, picked: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Place[Dim]
+    logits: In, ids: In, count: ReadOnly, picked: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Place[Dim]
 ) -> Any:
     """picked[r, s] = logits[r, ids[r, s] - first] for ids in [first, first + cols) and r < count[0], else unchanged."""
     row, s, column = _places(ids, count, rows, cols, first)
@@ -38,7 +38,7 @@ def pick_logits(
 
 
 @kernel("hide_logits.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.kept), lib=("linear",))
-def hide_logits(ids: In, count: Fixed, logits: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Place[Dim]) -> Any:
+def hide_logits(ids: In, count: ReadOnly, logits: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Place[Dim]) -> Any:
     """logits[r, ids[r, s] - first] = LOWEST for ids in [first, first + cols) and r < count[0]."""
     row, _, column = _places(ids, count, rows, cols, first)
     result = logits.reshape(rows, cols).copy()
@@ -53,7 +53,7 @@ def hide_logits(ids: In, count: Fixed, logits: InOut, *, rows: Dim, kept: Dim, c
     part=partial(rows_asked_for, size="size"),
 )
 def support_product(
-    weights: In, ids: In, count: Fixed, b: Fixed, y: InOut, *, rows: U32, kept: U32, cols: U32, first: Place[U32],
+    weights: In, ids: In, count: ReadOnly, b: ReadOnly, y: InOut, *, rows: U32, kept: U32, cols: U32, first: Place[U32],
     size: U32, b_type: Word = "f32",
 ) -> Any:  # fmt: skip
     """y[r] += sum over s of weights[r, s] b[ids[r, s] - first], for ids in [first, first + size) and r < count[0];
@@ -95,7 +95,7 @@ def _sample_rows(arrays: Arrays, c: Constants) -> Part | None:
 @kernel("top_k.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup, part=_sample_rows)
 def top_k(
     logits: In,
-    count: Fixed,
+    count: ReadOnly,
     values: In,
     ids: In,
     best: InOut,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, Grid, In, InOut, Place, Word, cdiv, kernel
+from wgpu_lora.gpu.kernel import U32, Dim, Flag, Grid, In, InOut, Place, ReadOnly, Word, cdiv, kernel
 from wgpu_lora.gpu.tensor import ITEM_BYTES
 from wgpu_lora.ops.matmul.matmul_layout import product_layout
 from wgpu_lora.ops.matmul.matmul_tuning import (
@@ -107,14 +107,14 @@ def _range(x: np.ndarray, rows: int, first: int, width: int) -> Columns:
 )
 def matmul_nt(
     a: In,
-    b: Fixed,
+    b: ReadOnly,
     y: InOut,
-    bias: Fixed = None,
-    count: Fixed = None,
+    bias: ReadOnly = None,
+    count: ReadOnly = None,
     a_scale: In = None,
     h: In = None,
-    factor: Fixed = None,
-    ranges: Fixed = None,
+    factor: ReadOnly = None,
+    ranges: ReadOnly = None,
     *,
     m: Dim,
     n: Dim,
@@ -158,14 +158,14 @@ def matmul_nt(
 )
 def matmul_nn(
     a: In,
-    b: Fixed,
+    b: ReadOnly,
     y: InOut,
     row_scale: In = None,
-    count: Fixed = None,
+    count: ReadOnly = None,
     a_scale: In = None,
     h: In = None,
-    factor: Fixed = None,
-    ranges: Fixed = None,
+    factor: ReadOnly = None,
+    ranges: ReadOnly = None,
     *,
     m: Dim,
     n: Dim,
@@ -223,10 +223,10 @@ def _scales_of_columns(scale: Any, slots: int, n: int, y_skip: int, y_first: int
 @kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, layout=product_layout, tuning=LoraTuning())
 def lora_nt(
     a: In,
-    b: Fixed,
+    b: ReadOnly,
     y: InOut,
-    ranges: Fixed,
-    scale: Fixed = None,
+    ranges: ReadOnly,
+    scale: ReadOnly = None,
     *,
     m: Dim,
     n: Dim,
@@ -257,10 +257,10 @@ def lora_nt(
 @kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, layout=product_layout, tuning=LoraTuning())
 def lora_nn(
     a: In,
-    b: Fixed,
+    b: ReadOnly,
     y: InOut,
-    ranges: Fixed,
-    scale: Fixed = None,
+    ranges: ReadOnly,
+    scale: ReadOnly = None,
     *,
     m: Dim,
     n: Dim,
@@ -291,7 +291,7 @@ def lora_tn(
     a: In,
     b: In,
     y: InOut,
-    ranges: Fixed,
+    ranges: ReadOnly,
     *,
     m: Dim,
     n: Dim,

@@ -11,7 +11,7 @@ import numpy as np
 from wgpu_lora.data.prompt_formats import PROMPTS
 from wgpu_lora.data.tokenized_data import KEEP_END, Cut
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, by_subgroup, kernel, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, Flag, In, InOut, Out, ReadOnly, by_subgroup, kernel, row_grid
 from wgpu_lora.gpu.tensor import align
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.ops.elementwise import fill
@@ -54,7 +54,8 @@ def policy_losses(c: Any, a: float, logp: Any, kind: str, epsilons: tuple[float,
 
 @kernel("objectives/grpo.wgsl.j2", grid=row_grid(lambda c: c.stride), lib=("logistic",), variants=by_subgroup)
 def grpo_scores(
-    state: In, inputs: Fixed, members: Fixed, group_weights: Fixed, advantages: Fixed, weights: InOut, values: Out, *,
+    state: In, inputs: ReadOnly, members: ReadOnly, group_weights: ReadOnly, advantages: ReadOnly, weights: InOut,
+    values: Out, *,
     size: U32, stride: U32, rate: F32, sequence: Flag = False, summed: Flag = False, cispo: Flag = False,
     sapo: Flag = False, epsilon: F32 = 0.2, epsilon_high: F32 = 0.2, delta: F32 = UNCLIPPED, beta: F32 = 0.0,
     positive: F32 = 1.0, negative: F32 = 1.05,

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, Out, by_subgroup, kernel, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, Flag, In, Out, ReadOnly, by_subgroup, kernel, row_grid
 from wgpu_lora.gpu.tensor import Tensor, align
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.ops.loss.loss import Sweep
@@ -40,7 +40,7 @@ def divergence(lq: np.ndarray, lp: np.ndarray, forward: bool, reverse: bool, bet
 
 @kernel("objectives/kd.wgsl.j2", grid=row_grid(lambda c: c.rows), lib=("logistic",), variants=by_subgroup)
 def kd_scores(
-    picked: In, teacher: Fixed, places: Fixed, token_weights: Fixed, state: In, slopes: Out, values: Out,
+    picked: In, teacher: ReadOnly, places: ReadOnly, token_weights: ReadOnly, state: In, slopes: Out, values: Out,
     plain: In = None, *, rows: U32, kept: U32, stride: U32, rate: F32, kd: F32, top1: F32, full: F32,
     forward: Flag = False, reverse: Flag = False, beta: F32 = 0.5,
 ) -> Any:  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Fixed, In, Out, kernel, linear_grid
+from wgpu_lora.gpu.kernel import U32, In, Out, ReadOnly, kernel, linear_grid
 from wgpu_lora.ops.loss.loss import Sweep, hits
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.objectives.objective import Objective, Score, Scoring
@@ -16,7 +16,7 @@ ACCURACY = "mean_token_accuracy"  # as TRL calls it
 
 
 @kernel("objectives/sft.wgsl", grid=lambda c: linear_grid(c.rows), lib=("linear",))
-def sft_loss(logprobs: In, weights: Fixed, losses: Out, *, rows: U32) -> Any:
+def sft_loss(logprobs: In, weights: ReadOnly, losses: Out, *, rows: U32) -> Any:
     """losses = -logprobs; 0 for tokens of weight 0."""
     return np.where(weights.reshape(-1) != 0, -logprobs.reshape(-1), 0)
 

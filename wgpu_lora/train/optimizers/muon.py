@@ -10,7 +10,7 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, by_subgroup, kernel, linear_grid, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, Flag, In, InOut, Out, ReadOnly, by_subgroup, kernel, linear_grid, row_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.reference_values import select_blocks
 from wgpu_lora.gpu.struct import struct_columns
@@ -56,7 +56,7 @@ def moments(grads: Any, momentum: Any, block_owners: Any, hyper: Any, report: An
     part=PART,
 )
 def muon_direction(
-    grads: In, momentum: In, block_owners: Fixed, hyper: Fixed, report: In, direction: Out, *, size: U32
+    grads: In, momentum: In, block_owners: ReadOnly, hyper: ReadOnly, report: In, direction: Out, *, size: U32
 ) -> Any:
     """direction = g + momentum (m' - g) with Nesterov's momentum, or m'; 0 for slots that take no step."""
     _, go, _, direction = moments(grads, momentum, block_owners, hyper, report)
@@ -70,7 +70,9 @@ def muon_direction(
     structs=(Hyper,),
     part=PART,
 )
-def muon_momentum(grads: InOut, momentum: InOut, block_owners: Fixed, hyper: Fixed, report: In, *, size: U32) -> Any:
+def muon_momentum(
+    grads: InOut, momentum: InOut, block_owners: ReadOnly, hyper: ReadOnly, report: In, *, size: U32
+) -> Any:
     """m' = m + (1 - momentum) (g - m); zeroes gradients and skips gated slots."""
     has_owner, go, m, _ = moments(grads, momentum, block_owners, hyper, report)
     return np.where(has_owner, 0.0, grads), np.where(go, m, momentum)
@@ -91,7 +93,7 @@ def vectors(values: Any, home: Any, rank: int) -> np.ndarray:
     structs=(Hyper,),
     variants=by_subgroup,
 )
-def muon_gram(direction: In, homes: Fixed, firsts: Fixed, gram: Out, *, matrices: U32, rank: U32) -> Any:
+def muon_gram(direction: In, homes: ReadOnly, firsts: ReadOnly, gram: Out, *, matrices: U32, rank: U32) -> Any:
     """gram[n] = X X^T of matrix n, [rank, rank]."""
     all_homes, result = homes.reshape(-1, HOME_WORDS).astype(np.int64), np.zeros((matrices, rank, rank))
     for n, first in enumerate(firsts[:matrices]):
@@ -144,8 +146,8 @@ def muon(
     direction: In,
     q: In,
     norms: In,
-    homes: Fixed,
-    hyper: Fixed,
+    homes: ReadOnly,
+    hyper: ReadOnly,
     report: In,
     *,
     blocks: U32,
@@ -171,8 +173,8 @@ def muon_check(
     direction: In,
     q: In,
     norms: In,
-    homes: Fixed,
-    hyper: Fixed,
+    homes: ReadOnly,
+    hyper: ReadOnly,
     report: In,
     diverged: Out,
     *,

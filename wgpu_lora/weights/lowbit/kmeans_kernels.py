@@ -17,12 +17,12 @@ from wgpu_lora.gpu.kernel import (
     F32,
     U32,
     Dim,
-    Fixed,
     Grid,
     In,
     InOut,
     Out,
     Place,
+    ReadOnly,
     by_subgroup,
     kernel,
     linear_grid,
@@ -68,7 +68,7 @@ def _comparable(result: np.ndarray) -> np.ndarray | None:
 
 
 @kernel("fit/group_largest.wgsl", grid=lambda c: linear_grid(c.size), lib=("linear",))
-def group_largest(w: Fixed, scales: Out, *, size: Dim, group: U32, levels: F32 = 1.0) -> Any:
+def group_largest(w: ReadOnly, scales: Out, *, size: Dim, group: U32, levels: F32 = 1.0) -> Any:
     """scales[g] = max |w| / levels over the `group` values of group g, at least 2^-24, for `size` groups."""
     largest = np.abs(w.reshape(-1)[: size * group].reshape(size, group)).max(axis=1)
     return np.maximum(largest / levels, SMALLEST)
@@ -93,10 +93,10 @@ def _group_per_row(c: Any) -> Grid:
 
 @kernel("fit/lut_start.wgsl.j2", grid=_group_per_row, variants=_alone, part=fit_part)
 def lut_start(
-    w: Fixed,
+    w: ReadOnly,
     table: Out,
     scales: In = None,
-    importance: Fixed = None,
+    importance: ReadOnly = None,
     *,
     rows: Dim,
     size_in: Dim,
@@ -153,10 +153,10 @@ def _divided(mass: np.ndarray, moment: np.ndarray, count: int) -> np.ndarray:
 
 @kernel("fit/lut_lloyd.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup, part=fit_part)
 def lut_lloyd(
-    w: Fixed,
+    w: ReadOnly,
     table: InOut,
     scales: In = None,
-    importance: Fixed = None,
+    importance: ReadOnly = None,
     *,
     rows: Dim,
     size_in: Dim,
@@ -185,10 +185,10 @@ def lut_lloyd(
 
 @kernel("fit/lut_rescale.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup, part=fit_part)
 def lut_rescale(
-    w: Fixed,
+    w: ReadOnly,
     table: In,
     scales: InOut,
-    importance: Fixed = None,
+    importance: ReadOnly = None,
     *,
     rows: Dim,
     size_in: Dim,
@@ -225,7 +225,7 @@ def _nearest(values: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 @kernel("fit/lowbit_encode.wgsl.j2", grid=lambda c: linear_grid(c.rows * -(-c.size_in // 32)), lib=("linear",))
 def lowbit_encode(
-    w: Fixed,
+    w: ReadOnly,
     codes: InOut,
     table: In = None,
     scales: In = None,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, In, InOut, Place, Variants, Word, kernel
+from wgpu_lora.gpu.kernel import U32, Dim, Flag, In, InOut, Place, ReadOnly, Variants, Word, kernel
 from wgpu_lora.gpu.tensor import ITEM_BYTES, Tensor
 from wgpu_lora.gpu.tiling import Arrays, Capabilities, Constants, Tiling
 from wgpu_lora.ops.linear.frozen_product import FrozenProduct
@@ -119,14 +119,14 @@ TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
 )
 def codes_matmul(
     a: In,
-    codes: Fixed,
+    codes: ReadOnly,
     scales: In,
     y: InOut,
-    bias: Fixed = None,
+    bias: ReadOnly = None,
     a_scale: In = None,
     h: In = None,
-    factor: Fixed = None,
-    ranges: Fixed = None,
+    factor: ReadOnly = None,
+    ranges: ReadOnly = None,
     *,
     m: Dim,
     n: Dim,
@@ -171,13 +171,13 @@ def codes_matmul(
 )
 def codes_matmul_backward(
     a: In,
-    codes: Fixed,
+    codes: ReadOnly,
     scales: In,
     y: InOut,
     a_scale: In = None,
     h: In = None,
-    factor: Fixed = None,
-    ranges: Fixed = None,
+    factor: ReadOnly = None,
+    ranges: ReadOnly = None,
     *,
     m: Dim,
     n: Dim,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, Place, cdiv, kernel, linear_grid
+from wgpu_lora.gpu.kernel import U32, Dim, In, InOut, Out, Place, ReadOnly, cdiv, kernel, linear_grid
 from wgpu_lora.gpu.reference_values import Part, evenly_spaced, is_expensive
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Arrays, Constants
@@ -73,7 +73,7 @@ def _some_rows(arrays: Arrays, c: Constants) -> Part | None:
 )
 def codes_gradient(
     dw: In,
-    codes: Fixed,
+    codes: ReadOnly,
     constants: In = None,
     dconstants: InOut = None,
     partials: Out = None,

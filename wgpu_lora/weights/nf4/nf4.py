@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, Place, Word, kernel, linear_grid
+from wgpu_lora.gpu.kernel import U32, Dim, In, InOut, Out, Place, ReadOnly, Word, kernel, linear_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Storage, Tensor, align, persistent
 from wgpu_lora.ops.linear.frozen_product import FrozenProduct
@@ -33,7 +33,7 @@ from wgpu_lora.weights.nf4.nf4_reference import (
 
 
 @kernel("nf4_absmax.wgsl.j2", grid=lambda c: linear_grid(-(-c.size // BLOCK)), lib=("linear", "half"))
-def nf4_absmax(w: Fixed, absmax: Out, *, size: U32, b_type: Word = "f32") -> Any:
+def nf4_absmax(w: ReadOnly, absmax: Out, *, size: U32, b_type: Word = "f32") -> Any:
     """absmax[b] = max |w| over block b of 64 flattened values; the last block may be shorter."""
     flat = np.abs(w.reshape(-1)[:size])
     return np.maximum.reduceat(flat, np.arange(0, size, BLOCK))
@@ -41,7 +41,7 @@ def nf4_absmax(w: Fixed, absmax: Out, *, size: U32, b_type: Word = "f32") -> Any
 
 @kernel("nf4_encode.wgsl.j2", grid=lambda c: linear_grid(c.rows * -(-c.size_in // 8)), lib=("linear", "half"))
 def nf4_encode(
-    w: Fixed, absmax: In, codes: InOut, *, rows: Dim, first: Place[Dim], out: Dim, size_in: Dim, b_type: Word = "f32"
+    w: ReadOnly, absmax: In, codes: InOut, *, rows: Dim, first: Place[Dim], out: Dim, size_in: Dim, b_type: Word = "f32"
 ) -> Any:
     """codes[k8, first + n] = the nearest NF4 codes of w[n, 8 k8 .. 8 k8 + 7], for the `rows` rows of w."""
     scale = 1 / np.maximum(np.repeat(absmax, BLOCK)[: rows * size_in], 1e-38)

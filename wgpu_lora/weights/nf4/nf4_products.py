@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import Dim, Fixed, Flag, In, InOut, Place, Word, kernel, linear_grid
+from wgpu_lora.gpu.kernel import Dim, Flag, In, InOut, Place, ReadOnly, Word, kernel, linear_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor, persistent, share_storage, spanning
 from wgpu_lora.gpu.tiling import Arrays, Constants
@@ -80,14 +80,14 @@ TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
 )
 def nf4_matmul(
     a: In,
-    codes: Fixed,
+    codes: ReadOnly,
     scales: In,
     y: InOut,
-    bias: Fixed = None,
+    bias: ReadOnly = None,
     a_scale: In = None,
     h: In = None,
-    factor: Fixed = None,
-    ranges: Fixed = None,
+    factor: ReadOnly = None,
+    ranges: ReadOnly = None,
     *,
     m: Dim,
     n: Dim,
@@ -130,13 +130,13 @@ def nf4_matmul(
 )
 def nf4_matmul_backward(
     a: In,
-    codes: Fixed,
+    codes: ReadOnly,
     scales: In,
     y: InOut,
     a_scale: In = None,
     h: In = None,
-    factor: Fixed = None,
-    ranges: Fixed = None,
+    factor: ReadOnly = None,
+    ranges: ReadOnly = None,
     *,
     m: Dim,
     n: Dim,
@@ -186,9 +186,9 @@ def _counts(c: Any) -> list[int]:
 
 @kernel("nf4_scales.wgsl.j2", grid=lambda c: linear_grid(sum(region(n, 1) for n in _counts(c))), lib=("linear",))
 def nf4_scales(
-    absmax_codes: Fixed,
-    nested: Fixed,
-    dynamic: Fixed,
+    absmax_codes: ReadOnly,
+    nested: ReadOnly,
+    dynamic: ReadOnly,
     scales: InOut,
     *,
     blocks: Dim,

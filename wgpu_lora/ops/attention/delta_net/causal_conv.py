@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, kernel, linear_grid
+from wgpu_lora.gpu.kernel import U32, Dim, In, InOut, Out, ReadOnly, kernel, linear_grid
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.recorder import Recorder
 
@@ -57,9 +57,9 @@ def _parts(y: np.ndarray, rows: int, cols: int, key_cols: int, *firsts: int) -> 
 
 @kernel("causal_conv_forward.wgsl.j2", **PER_VALUE)
 def causal_conv_forward(
-    runs: Fixed,
+    runs: ReadOnly,
     x: In,
-    weight: Fixed,
+    weight: ReadOnly,
     state: In = None,
     y: InOut = None,
     *,
@@ -83,9 +83,9 @@ def causal_conv_forward(
 
 @kernel("causal_conv_slope.wgsl.j2", **PER_VALUE)
 def causal_conv_slope(
-    runs: Fixed,
+    runs: ReadOnly,
     x: In,
-    weight: Fixed,
+    weight: ReadOnly,
     dy: In,
     dpre: Out,
     *,
@@ -105,7 +105,9 @@ def causal_conv_slope(
 
 
 @kernel("causal_conv_backward.wgsl.j2", **PER_VALUE)
-def causal_conv_backward(runs: Fixed, dpre: In, weight: Fixed, dx: Out, *, rows: Dim, cols: U32, taps: U32) -> Any:
+def causal_conv_backward(
+    runs: ReadOnly, dpre: In, weight: ReadOnly, dx: Out, *, rows: Dim, cols: U32, taps: U32
+) -> Any:
     """dx[t, c] = sum_j weight[c, taps - 1 - j] dpre[t + j, c] within the row's sequence."""
     dpre, weight, after = dpre.reshape(rows, cols), weight.reshape(cols, taps), runs.reshape(-1, 4)[:, 1]
     dx = np.zeros((rows, cols))
@@ -116,7 +118,7 @@ def causal_conv_backward(runs: Fixed, dpre: In, weight: Fixed, dx: Out, *, rows:
 
 
 @kernel("causal_conv_state.wgsl.j2", **PER_VALUE)
-def causal_conv_state(runs: Fixed, x: In, state: InOut, *, rows: Dim, cols: U32, taps: U32) -> Any:
+def causal_conv_state(runs: ReadOnly, x: In, state: InOut, *, rows: Dim, cols: U32, taps: U32) -> Any:
     """The last taps - 1 inputs of each sequence that has rows in the batch, from those and its state before."""
     old = state.reshape(-1, taps - 1, cols)
     new, runs = old.copy(), runs.reshape(-1, 4)
