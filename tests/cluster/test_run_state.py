@@ -52,7 +52,7 @@ class Lab:
         """Place what waits."""
         waiting = run_queue.Queue().waiting_units(self.state, 1, self.now)
         units = []
-        for placement in place(waiting, run_queue.places(self.state, 1, self.now), self.now):
+        for placement in place(waiting, run_queue.candidate_devices(self.state, 1, self.now), self.now):
             units.append(run_state.join_units(self.state, placement.tasks))
             assert not any(self.state.devices[name].out for name in placement.devices)
             run_state.start_unit(self.state, units[-1], placement.devices, placement.peak_bytes, self.now)

@@ -154,7 +154,7 @@ def test_evaluations_go_on_until_one_computes_during_steps(tmp_path: Path) -> No
     def beside(*evaluate: str) -> list[Evaluated]:
         def start(name: str, *code: str) -> Worker:
             return Worker(
-                "stub", {}, name=name, program=[sys.executable, "-c", *code], place=tmp_path, interactive=True
+                "stub", {}, name=name, program=[sys.executable, "-c", *code], directory=tmp_path, interactive=True
             )
 
         with start("finetune", STEPS) as finetune, start("evaluate", *evaluate) as evaluating:

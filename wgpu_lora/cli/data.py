@@ -184,7 +184,7 @@ def show(
 def _print_preview(preview: RowPreview, parts: tuple[str, ...], listed: bool) -> None:
     from wgpu_lora.train.data_statistics import segments
 
-    print(f"{preview.place}", flush=True)
+    print(f"{preview.position}", flush=True)
     for number, tokens in enumerate(preview.rows):
         trained = sum(token.trained for token in tokens)
         line(parts[number % len(parts)], f"{count_noun(len(tokens), 'token')}, {trained:,} trained on")
@@ -218,7 +218,12 @@ def _as_json(preview: RowPreview) -> dict[str, Any]:
         }
         for tokens in preview.rows
     ]
-    return {preview.place.unit: preview.place.number, "rows": rows, "notes": preview.notes, "refused": preview.refusal}
+    return {
+        preview.position.unit: preview.position.number,
+        "rows": rows,
+        "notes": preview.notes,
+        "refused": preview.refusal,
+    }
 
 
 DUPLICATES = ("normalized", "exact", "keep")

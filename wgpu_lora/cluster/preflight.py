@@ -26,7 +26,7 @@ from wgpu_lora.cluster.messages import (
 )
 from wgpu_lora.cluster.node_versions import difference
 from wgpu_lora.cluster.placement.placement import refusal
-from wgpu_lora.cluster.placement.placement_field import Place
+from wgpu_lora.cluster.placement.placement_field import CandidateDevice
 from wgpu_lora.cluster.run_status import chosen_device
 from wgpu_lora.cluster.sweep import plan_sweep
 from wgpu_lora.errors import UserError
@@ -139,15 +139,17 @@ def request_of(
     plans = {
         name: {key: plan for key, plan in by_class.items() if not plan.refused} for name, by_class in plans.items()
     }
-    places = [
-        Place(device.id, device.plan_class, node.host, budget=device.budget, name=f"{device.name} on {node.host}")
+    candidates = [
+        CandidateDevice(
+            device.id, device.plan_class, node.host, budget=device.budget, name=f"{device.name} on {node.host}"
+        )
         for node in nodes
         for device in node.devices
         if device.id != eval_device
     ]
     for name, by_class in plans.items():
         memory = {key: plan.needed for key, plan in by_class.items()}
-        if memory and (why := refusal(name, memory, places, run.data_parallel)):
+        if memory and (why := refusal(name, memory, candidates, run.data_parallel)):
             reasons.append(why)
     refuse(reasons)
     compared = None

@@ -45,7 +45,7 @@ def fetch_results(
         try:
             if fetch(stores, result["unit"], task, files, output):
                 cluster.controller("fetched", run, task)
-                _log_place(output)
+                _log_outputs(output)
                 fetched[task] = None
         except ClusterGone:
             raise
@@ -54,17 +54,17 @@ def fetch_results(
     return fetched
 
 
-def _log_place(output: Path) -> None:
+def _log_outputs(output: Path) -> None:
     """Log where a result is now, if the run log here has its run: it was trained in a directory of the cluster, which
     is gone. A log that cannot be read or written is left as it is."""
     name = logged_id(output)
     if name is None or not run_log_enabled(True):
         return
     log = RunLog()
-    places = [str(place.resolve()) for place in (output, output / BEST) if place.is_dir()]
+    outputs = [str(path.resolve()) for path in (output, output / BEST) if path.is_dir()]
     with suppress(UserError, OSError, NotImplementedError):
         if any(entry.id == name for entry in log.read().entries):
-            log.append({"id": name, "outputs": places})
+            log.append({"id": name, "outputs": outputs})
 
 
 def write_evaluations(cluster: Cluster, run: str, tasks: Sequence[TaskView]) -> None:

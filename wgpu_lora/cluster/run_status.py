@@ -135,19 +135,19 @@ def chosen_device(devices: Sequence[tuple[str, DeviceFacts]], text: str, option:
     Raises:
         UserError: there is none, or several.
     """
-    exact = [facts for place, facts in devices if text in (place, facts.id, facts.key)]
+    exact = [facts for label, facts in devices if text in (label, facts.id, facts.key)]
     matches = exact or [facts for _, facts in devices if text.casefold() in facts.name.casefold()]
     if len(matches) == 1:
         return matches[0]
     count = count_noun(len(matches), "device") if matches else "no device"
-    names = join_words([f"{place} ({facts.name})" for place, facts in devices], limit=MOST) if devices else "none"
+    names = join_words([f"{label} ({facts.name})" for label, facts in devices], limit=MOST) if devices else "none"
     raise UserError(
         f"{f'{option} {text}'.strip()} names {count} of the cluster: give HOST:INDEX, a key, or more of the name; "
         f"there are {names}."
     )
 
 
-def places_of(snapshot: Snapshot) -> dict[str, str]:
+def device_labels(snapshot: Snapshot) -> dict[str, str]:
     """Short names of devices, HOST:INDEX, by their ids."""
     hosts = {node.address: node.host for node in snapshot.nodes}
     return {d.facts.id: f"{hosts.get(d.facts.address, d.facts.address)}:{d.facts.index}" for d in snapshot.devices}
@@ -155,7 +155,7 @@ def places_of(snapshot: Snapshot) -> dict[str, str]:
 
 def as_json(snapshot: Snapshot) -> dict[str, Any]:
     """A snapshot for programs; each device also has its `id` and `place`."""
-    result, places = asdict(snapshot), places_of(snapshot)
+    result, labels = asdict(snapshot), device_labels(snapshot)
     for value, view in zip(result["devices"], snapshot.devices, strict=True):
-        value |= {"id": view.facts.id, "place": places[view.facts.id]}
+        value |= {"id": view.facts.id, "place": labels[view.facts.id]}
     return result

@@ -11,7 +11,7 @@ from typing import IO, Any
 from wgpu_lora.data.compressed_files import opened
 from wgpu_lora.data.json_rows import MAX_BLANK, MAX_LINE, MAX_SHOWN, too_many_blank_lines
 from wgpu_lora.data.row_formats import RowFormats
-from wgpu_lora.data.source import BadRow, NoRowsError, RowPlace, Rows
+from wgpu_lora.data.source import BadRow, NoRowsError, RowPosition, Rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.text import count_noun
 
@@ -24,7 +24,7 @@ def read_delimited(path: Path, formats: RowFormats[Any]) -> Rows:
     """Yield the rows of a file whose first line has the column names, separated by commas, semicolons or tabs.
 
     A row is what `formats` make of its cells. One that has too many or too few cells, is misquoted, or is not UTF-8 is
-    a Problem. The place of a row is its first line.
+    a Problem. The position of a row is its first line.
 
     Raises:
         UserError: the file cannot be read or is empty, its header fits no format, or a quotation mark is not closed.
@@ -39,7 +39,7 @@ def read_delimited(path: Path, formats: RowFormats[Any]) -> Rows:
                 names = _columns(cells, f"{path}, line {line}", formats)
                 continue
             empty = False
-            yield RowPlace("line", line), cells if isinstance(cells, BadRow) else _row(names, cells, formats)
+            yield RowPosition("line", line), cells if isinstance(cells, BadRow) else _row(names, cells, formats)
     if empty:
         raise NoRowsError(f"{path} is empty: add a line with the column names, and at least one row.")
 

@@ -10,7 +10,7 @@ from wgpu_lora.data.compressed_files import Growth, opened
 from wgpu_lora.data.json_rows import MAX_LINE, too_long
 from wgpu_lora.data.json_values import dense
 from wgpu_lora.data.row_formats import RowFormats
-from wgpu_lora.data.source import NoRowsError, RowPlace, Rows
+from wgpu_lora.data.source import NoRowsError, RowPosition, Rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.installation import pip_line
 
@@ -74,13 +74,13 @@ def rows_of(batches: Iterator[Any], growth: Growth | None = None) -> Rows:
         for part in [batch.slice(i, 1) for i in range(batch.num_rows)] if one_by_one else [batch]:
             if _decoded_bytes(part) > MAX_BATCH:
                 number += 1
-                yield RowPlace("row", number), too_long()
+                yield RowPosition("row", number), too_long()
                 continue
             if growth:
                 growth.add(max(_decoded_bytes(part), ROW_BYTES * part.num_rows))
             for row in part.to_pylist():
                 number += 1
-                yield RowPlace("row", number), {key: dense(value) for key, value in row.items()}
+                yield RowPosition("row", number), {key: dense(value) for key, value in row.items()}
 
 
 def _decoded_bytes(part: Any) -> int:

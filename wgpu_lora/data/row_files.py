@@ -14,7 +14,7 @@ from wgpu_lora.data.example_formats import EXAMPLES
 from wgpu_lora.data.json_rows import read_array, read_lines
 from wgpu_lora.data.parquet import read_parquet
 from wgpu_lora.data.row_formats import RowFormats
-from wgpu_lora.data.source import RowPlace, Rows, strict_rows
+from wgpu_lora.data.source import RowPosition, Rows, strict_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.atomic import file_digest
 
@@ -65,8 +65,8 @@ class FileSource:
     def rows(self, formats: RowFormats[Any]) -> Rows:
         return self._read(self.file, formats)
 
-    def locate(self, place: RowPlace) -> str:
-        return f"{self.file}, {place}"
+    def locate(self, position: RowPosition) -> str:
+        return f"{self.file}, {position}"
 
     def digest(self) -> str:
         return file_digest(self.file)
@@ -111,5 +111,5 @@ def reader_of(path: Path) -> Reader:
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number from 1, object) of every line; UserError if a line is invalid."""
-    for place, row in strict_rows(FileSource(path, read_lines), EXAMPLES):
-        yield place.number, row
+    for position, row in strict_rows(FileSource(path, read_lines), EXAMPLES):
+        yield position.number, row

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, In, InOut, Kernel, Out, Place, ReadOnly, Word, kernel, linear_grid
+from wgpu_lora.gpu.kernel import F32, U32, In, InOut, Kernel, Offset, Out, ReadOnly, Word, kernel, linear_grid
 from wgpu_lora.gpu.reference_values import Part
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Arrays, Constants
@@ -88,7 +88,7 @@ def put_rows(ids: np.ndarray, table: np.ndarray, y: np.ndarray, first: int, scal
 
 @kernel("embedding.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear", "half"), part=rows_asked_for)
 def embedding_rows(
-    ids: ReadOnly, b: ReadOnly, y: InOut, *, rows: U32, cols: U32, first: Place[U32], count: U32, b_type: Word = "f32",
+    ids: ReadOnly, b: ReadOnly, y: InOut, *, rows: U32, cols: U32, first: Offset[U32], count: U32, b_type: Word = "f32",
     scale: F32 = 1.0,
 ) -> Any:  # fmt: skip
     """y[t] = scale b[ids[t] - first] for ids in [first, first + count); other rows are unchanged."""

@@ -121,9 +121,9 @@ def carry_out(number: int, name: str, check: Callable[[Proof, Finding], str], pr
 
 
 def rows_of(path: str) -> dict[str, dict[str, Any]]:
-    """The rows of a file by their places, such as 'data.jsonl, line 3'. Raises UserError if one cannot be read."""
+    """The rows of a file by their positions, such as 'data.jsonl, line 3'. Raises UserError if one cannot be read."""
     source = file_source(Path(path))
-    return {source.locate(place): row for place, row in strict_rows(source, EXAMPLES)}
+    return {source.locate(position): row for position, row in strict_rows(source, EXAMPLES)}
 
 
 def request_of(row: dict[str, Any]) -> list[dict[str, Any]]:

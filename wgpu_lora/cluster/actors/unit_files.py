@@ -34,7 +34,7 @@ class UnitFiles:
         files = []
         for root in self._roots():
             checkpoints = [] if ended else run_checkpoint.list_checkpoints(root / run_checkpoint.STEPS)
-            old = {place for _, place in checkpoints[:-KEPT]}
+            old = {path for _, path in checkpoints[:-KEPT]}
             files += [self._stored_file(path) for path in _files_below(root) if old.isdisjoint(path.parents)]
         return files
 
@@ -43,7 +43,7 @@ class UnitFiles:
         if (self.directory / PIPELINE / STATE).is_file():
             return read_multi_adapter_state(self.directory / PIPELINE).steps
         newest = {root.name: run_checkpoint.latest_checkpoint(root) for root in self._roots()[1:]}
-        return {name: read_state(place)[0].step for name, place in newest.items() if place}
+        return {name: read_state(path)[0].step for name, path in newest.items() if path}
 
     def sweep(self) -> None:
         """Put in order what a run that has ended left unfinished."""

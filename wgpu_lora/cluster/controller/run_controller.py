@@ -207,8 +207,8 @@ class RunController:
             run_state.check_exists(self._state, run)
             results = []
             for task in self._state.tasks_of(run):
-                if task.over and task.results and not task.fetched and (place := self._result(task)):
-                    nodes, files = place
+                if task.over and task.results and not task.fetched and (published := self._result(task)):
+                    nodes, files = published
                     storage = self._state.requests[run].storage
                     plain = [asdict(file) for file in files]
                     results.append(
@@ -232,11 +232,11 @@ class RunController:
     def _publish(self, task: TaskState) -> None:
         """Write a result to the shared folder, by a host that has it."""
         with self._lock:
-            request, place = self._state.requests[task.run], self._result(task)
+            request, published = self._state.requests[task.run], self._result(task)
             output = next(candidate.output for candidate in request.tasks if candidate.name == task.name)
-        if place is None:
+        if published is None:
             return
-        (node, *_), files = place
+        (node, *_), files = published
         try:
             arguments = task.unit, task.name, files, output, request.shared, request.storage
             call_host(node, "publish", *arguments, seconds=PUBLISH_SECONDS)
@@ -411,7 +411,7 @@ class RunController:
         with self._lock:
             state, now = self._state, self.now()
             for jobs in sorted({request.jobs_per_device for request in state.requests.values()}):
-                devices = run_queue.places(state, jobs, now)
+                devices = run_queue.candidate_devices(state, jobs, now)
                 if all(device.out or device.active >= jobs for device in devices):
                     continue
                 queue = self._queue.waiting_units(state, jobs, now)

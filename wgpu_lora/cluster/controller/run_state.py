@@ -268,9 +268,9 @@ def _check_outputs(request: RunRequest, other: RunRequest) -> None:
     paths = [PurePath(normpath(task.output)) for task in other.tasks]
     for task in request.tasks:
         output = PurePath(normpath(task.output))
-        for place in paths:
-            if output == place or place in output.parents or output in place.parents:
-                where = "is" if output == place else "overlaps"
+        for path in paths:
+            if output == path or path in output.parents or output in path.parents:
+                where = "is" if output == path else "overlaps"
                 raise UserError(
                     f"{task.output}, the output of adapter '{task.name}', {where} that of an adapter of run "
                     f"'{other.name}', which is not over: choose another output."

@@ -18,8 +18,8 @@ from wgpu_lora.gpu.kernel import (
     Flag,
     In,
     InOut,
+    Offset,
     Out,
-    Place,
     ReadOnly,
     by_subgroup,
     cdiv,
@@ -51,7 +51,7 @@ def magnitude_scale(
     cols: U32,
     slots: U32,
     stride: U32,
-    first_row: Place[Dim] = 0,
+    first_row: Offset[Dim] = 0,
     accumulate: Flag = False,
 ) -> Any:
     """y[t] (+)= gain[s] u[t] (+ bias), s the slot of row t, gain[s] at s * stride; the gain of other rows is 1."""
@@ -74,7 +74,7 @@ def magnitude_partial(
     slots: U32,
     chunk: U32,
     chunks: U32,
-    first_row: Place[Dim] = 0,
+    first_row: Offset[Dim] = 0,
 ) -> Any:
     """partial[s, i] = the sum of dy[t] u[t] over rows [i * chunk, (i + 1) * chunk) of slot s."""
     products, result = dy.reshape(rows, cols) * u.reshape(rows, cols), np.zeros((slots, chunks, cols))
@@ -117,7 +117,7 @@ def adapted_norm(
     *,
     rows: U32,
     rank: U32,
-    scale_at: Place[Dim] = 0,
+    scale_at: Offset[Dim] = 0,
 ) -> Any:
     """norm[o] = sqrt(squares[o] + 2 s b[o] p[:, o] + s^2 b[o] gram b[o]^T), s = scale[scale_at]; gain = m / norm, 1
     where the norm is 0."""

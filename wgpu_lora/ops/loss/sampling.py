@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, In, InOut, Out, Place, ReadOnly, kernel, linear_grid
+from wgpu_lora.gpu.kernel import U32, Dim, In, InOut, Offset, Out, ReadOnly, kernel, linear_grid
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.ops.loss.sparse_logits import LOWEST
 
@@ -19,7 +19,15 @@ UNITS = 2.0**31  # of probabilities
 
 @kernel("mask_logits.wgsl", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear",))
 def mask_logits(
-    logits: In, masked: ReadOnly, masks: ReadOnly, scores: InOut, *, rows: Dim, cols: Dim, vocab: Dim, first: Place[U32]
+    logits: In,
+    masked: ReadOnly,
+    masks: ReadOnly,
+    scores: InOut,
+    *,
+    rows: Dim,
+    cols: Dim,
+    vocab: Dim,
+    first: Offset[U32],
 ) -> Any:
     """scores[r, first + c] = logits[r, c], or LOWEST where masked[r] is set and bit first + c of masks[r] is not."""
     result = scores.reshape(rows, vocab).copy()

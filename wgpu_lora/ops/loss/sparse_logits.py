@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, In, InOut, Place, ReadOnly, Word, by_subgroup, kernel, linear_grid, row_grid
+from wgpu_lora.gpu.kernel import U32, Dim, In, InOut, Offset, ReadOnly, Word, by_subgroup, kernel, linear_grid, row_grid
 from wgpu_lora.gpu.reference_values import Part, evenly_spaced, select_rows
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Arrays, Constants
@@ -28,7 +28,7 @@ def _places(ids: np.ndarray, count: np.ndarray, rows: int, cols: int, first: int
 
 @kernel("pick_logits.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.kept), lib=("linear",))
 def pick_logits(
-    logits: In, ids: In, count: ReadOnly, picked: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Place[Dim]
+    logits: In, ids: In, count: ReadOnly, picked: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Offset[Dim]
 ) -> Any:
     """picked[r, s] = logits[r, ids[r, s] - first] for ids in [first, first + cols) and r < count[0], else unchanged."""
     row, s, column = _places(ids, count, rows, cols, first)
@@ -38,7 +38,7 @@ def pick_logits(
 
 
 @kernel("hide_logits.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.kept), lib=("linear",))
-def hide_logits(ids: In, count: ReadOnly, logits: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Place[Dim]) -> Any:
+def hide_logits(ids: In, count: ReadOnly, logits: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Offset[Dim]) -> Any:
     """logits[r, ids[r, s] - first] = LOWEST for ids in [first, first + cols) and r < count[0]."""
     row, _, column = _places(ids, count, rows, cols, first)
     result = logits.reshape(rows, cols).copy()
@@ -53,7 +53,8 @@ def hide_logits(ids: In, count: ReadOnly, logits: InOut, *, rows: Dim, kept: Dim
     part=partial(rows_asked_for, size="size"),
 )
 def support_product(
-    weights: In, ids: In, count: ReadOnly, b: ReadOnly, y: InOut, *, rows: U32, kept: U32, cols: U32, first: Place[U32],
+    weights: In, ids: In, count: ReadOnly, b: ReadOnly, y: InOut, *, rows: U32, kept: U32, cols: U32,
+    first: Offset[U32],
     size: U32, b_type: Word = "f32",
 ) -> Any:  # fmt: skip
     """y[r] += sum over s of weights[r, s] b[ids[r, s] - first], for ids in [first, first + size) and r < count[0];
@@ -104,7 +105,7 @@ def top_k(
     rows: Dim,
     k: Dim,
     cols: Dim,
-    first: Place[Dim],
+    first: Offset[Dim],
 ) -> Any:
     """The K largest of a chunk's logits [rows, cols] and the min(K, first) largest before it, ordered by id.
 

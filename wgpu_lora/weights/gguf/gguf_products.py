@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Dim, Flag, In, InOut, Place, ReadOnly, Word, kernel, linear_grid
+from wgpu_lora.gpu.kernel import F32, U32, Dim, Flag, In, InOut, Offset, ReadOnly, Word, kernel, linear_grid
 from wgpu_lora.gpu.reference_values import Part
 from wgpu_lora.gpu.tiling import Arrays, Constants
 from wgpu_lora.ops.embedding import local_rows, put_rows
@@ -33,7 +33,15 @@ def _pack_grid(c: Any) -> Any:
 
 @kernel("gguf_pack.wgsl.j2", grid=_pack_grid, specialise=_pack_facts, lib=("linear",))
 def gguf_pack(
-    blocks: ReadOnly, codes: InOut, scales: InOut, *, rows: Dim, first: Place[Dim], out: Dim, size_in: Dim, b_type: Word
+    blocks: ReadOnly,
+    codes: InOut,
+    scales: InOut,
+    *,
+    rows: Dim,
+    first: Offset[Dim],
+    out: Dim,
+    size_in: Dim,
+    b_type: Word,
 ) -> Any:
     """codes and scales[:, first ..+ rows] = those of the rows whose blocks are in `blocks`, as in a GGUF file."""
     item = FORMATS[b_type]
@@ -128,12 +136,12 @@ def gguf_matmul(
     n: Dim,
     k: Dim,
     w_skip: Dim = 0,
-    w_first: Place[Dim] = 0,
+    w_first: Offset[Dim] = 0,
     rank: Dim = 0,
     h_skip: Dim = 0,
-    h_first: Place[Dim] = 0,
+    h_first: Offset[Dim] = 0,
     stride: Dim = 0,
-    first_row: Place[Dim] = 0,
+    first_row: Offset[Dim] = 0,
     n1: Dim = 0,
     n2: Dim = 0,
     accumulate: Flag = False,
@@ -182,12 +190,12 @@ def gguf_matmul_backward(
     n: Dim,
     k: Dim,
     w_skip: Dim = 0,
-    w_first: Place[Dim] = 0,
+    w_first: Offset[Dim] = 0,
     rank: Dim = 0,
     h_skip: Dim = 0,
-    h_first: Place[Dim] = 0,
+    h_first: Offset[Dim] = 0,
     stride: Dim = 0,
-    first_row: Place[Dim] = 0,
+    first_row: Offset[Dim] = 0,
     k1: Dim = 0,
     k2: Dim = 0,
     accumulate: Flag = False,
@@ -231,7 +239,7 @@ def _used_rows(arrays: Arrays, c: Constants, size: str = "count") -> Part:
     lib=("linear", "ggml"),
 )
 def gguf_rows(
-    ids: ReadOnly, codes: ReadOnly, scales: In, y: InOut, *, rows: U32, cols: U32, first: Place[U32], count: U32,
+    ids: ReadOnly, codes: ReadOnly, scales: In, y: InOut, *, rows: U32, cols: U32, first: Offset[U32], count: U32,
     b_type: Word = "q8_0", scale: F32 = 1.0,
 ) -> Any:  # fmt: skip
     """`ops.embedding.embedding_rows` of a table in a type of GGUF files."""
@@ -248,7 +256,7 @@ def gguf_rows(
 )
 def gguf_support_product(
     weights: In, ids: In, count: ReadOnly, codes: ReadOnly, scales: In, y: InOut, *, rows: U32, kept: U32, cols: U32,
-    first: Place[U32], size: U32, b_type: Word = "q8_0",
+    first: Offset[U32], size: U32, b_type: Word = "q8_0",
 ) -> Any:  # fmt: skip
     """`ops.loss.sparse_logits.support_product` of a table in a type of GGUF files."""
     return add_rows(weights, ids, count, FORMATS[b_type].decode(codes, scales, size, cols), y, rows, first)

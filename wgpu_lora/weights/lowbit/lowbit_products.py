@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, Flag, In, InOut, Place, ReadOnly, Variants, Word, kernel
+from wgpu_lora.gpu.kernel import U32, Dim, Flag, In, InOut, Offset, ReadOnly, Variants, Word, kernel
 from wgpu_lora.gpu.tensor import ITEM_BYTES, Tensor
 from wgpu_lora.gpu.tiling import Arrays, Capabilities, Constants, Tiling
 from wgpu_lora.ops.linear.frozen_product import FrozenProduct
@@ -133,9 +133,9 @@ def codes_matmul(
     k: Dim,
     rank: Dim = 0,
     h_skip: Dim = 0,
-    h_first: Place[Dim] = 0,
+    h_first: Offset[Dim] = 0,
     stride: Dim = 0,
-    first_row: Place[Dim] = 0,
+    first_row: Offset[Dim] = 0,
     n1: Dim = 0,
     n2: Dim = 0,
     bits: U32 = 4,
@@ -184,9 +184,9 @@ def codes_matmul_backward(
     k: Dim,
     rank: Dim = 0,
     h_skip: Dim = 0,
-    h_first: Place[Dim] = 0,
+    h_first: Offset[Dim] = 0,
     stride: Dim = 0,
-    first_row: Place[Dim] = 0,
+    first_row: Offset[Dim] = 0,
     k1: Dim = 0,
     k2: Dim = 0,
     bits: U32 = 4,

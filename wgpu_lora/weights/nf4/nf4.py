@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import U32, Dim, In, InOut, Out, Place, ReadOnly, Word, kernel, linear_grid
+from wgpu_lora.gpu.kernel import U32, Dim, In, InOut, Offset, Out, ReadOnly, Word, kernel, linear_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Storage, Tensor, align, persistent
 from wgpu_lora.ops.linear.frozen_product import FrozenProduct
@@ -41,7 +41,15 @@ def nf4_absmax(w: ReadOnly, absmax: Out, *, size: U32, b_type: Word = "f32") -> 
 
 @kernel("nf4_encode.wgsl.j2", grid=lambda c: linear_grid(c.rows * -(-c.size_in // 8)), lib=("linear", "half"))
 def nf4_encode(
-    w: ReadOnly, absmax: In, codes: InOut, *, rows: Dim, first: Place[Dim], out: Dim, size_in: Dim, b_type: Word = "f32"
+    w: ReadOnly,
+    absmax: In,
+    codes: InOut,
+    *,
+    rows: Dim,
+    first: Offset[Dim],
+    out: Dim,
+    size_in: Dim,
+    b_type: Word = "f32",
 ) -> Any:
     """codes[k8, first + n] = the nearest NF4 codes of w[n, 8 k8 .. 8 k8 + 7], for the `rows` rows of w."""
     scale = 1 / np.maximum(np.repeat(absmax, BLOCK)[: rows * size_in], 1e-38)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import Dim, Flag, In, InOut, Place, ReadOnly, Word, kernel, linear_grid
+from wgpu_lora.gpu.kernel import Dim, Flag, In, InOut, Offset, ReadOnly, Word, kernel, linear_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor, persistent, share_storage, spanning
 from wgpu_lora.gpu.tiling import Arrays, Constants
@@ -94,9 +94,9 @@ def nf4_matmul(
     k: Dim,
     rank: Dim = 0,
     h_skip: Dim = 0,
-    h_first: Place[Dim] = 0,
+    h_first: Offset[Dim] = 0,
     stride: Dim = 0,
-    first_row: Place[Dim] = 0,
+    first_row: Offset[Dim] = 0,
     n1: Dim = 0,
     n2: Dim = 0,
     accumulate: Flag = False,
@@ -143,9 +143,9 @@ def nf4_matmul_backward(
     k: Dim,
     rank: Dim = 0,
     h_skip: Dim = 0,
-    h_first: Place[Dim] = 0,
+    h_first: Offset[Dim] = 0,
     stride: Dim = 0,
-    first_row: Place[Dim] = 0,
+    first_row: Offset[Dim] = 0,
     k1: Dim = 0,
     k2: Dim = 0,
     accumulate: Flag = False,

@@ -12,8 +12,8 @@ from wgpu_lora.gpu.kernel import (
     Flag,
     In,
     InOut,
+    Offset,
     Out,
-    Place,
     ReadOnly,
     Word,
     by_subgroup,
@@ -47,7 +47,7 @@ def delta_scan(
     q_first: Dim = 0,
     k_first: Dim = 0,
     sequences: Dim = 0,
-    first: Place[Dim],
+    first: Offset[Dim],
     heads: U32,
     key_heads: U32,
     value_heads: U32,
@@ -103,7 +103,7 @@ def delta_scan_backward(
     rows: Dim,
     q_first: Dim,
     k_first: Dim,
-    first: Place[Dim],
+    first: Offset[Dim],
     heads: U32,
     key_heads: U32,
     value_heads: U32,
@@ -139,7 +139,7 @@ def delta_through(
     y: InOut = None,
     *,
     rows: Dim,
-    first: Place[Dim],
+    first: Offset[Dim],
     heads: U32,
     key_heads: U32,
     value_heads: U32,
@@ -207,7 +207,7 @@ def delta_gates_backward(
     da: InOut,
     *,
     rows: Dim,
-    first: Place[Dim],
+    first: Offset[Dim],
     heads: U32,
     value_heads: U32,
 ) -> Any:
@@ -227,7 +227,7 @@ def delta_gates_backward(
 
 @kernel("delta/beta_gradient.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.heads), lib=("linear", "logistic"))
 def delta_beta_gradient(
-    b: In, sums: In, db: InOut, *, rows: Dim, first: Place[Dim], heads: U32, value_heads: U32
+    b: In, sums: In, db: InOut, *, rows: Dim, first: Offset[Dim], heads: U32, value_heads: U32
 ) -> Any:
     """db = sums[..].y (1 - sigmoid(b)): the gradient by log beta times its derivative."""
     of, result = block(first, heads, value_heads), db.copy()
