@@ -28,13 +28,13 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.train.adapter_tasks import (
-    check_apart,
-    named_apart,
+    check_distinct,
     read_tasks,
     request_of,
     task_of,
     task_of_pair,
     tasks_of_request,
+    uniquely_named,
 )
 from wgpu_lora.train.loop.slot_policy import PATIENCE, POLICIES, make_policy, policy_state
 from wgpu_lora.train.options.training_arguments import TrainingArguments
@@ -278,7 +278,7 @@ def test_a_file(tmp_path: Path) -> None:
     assert first.arguments(TrainingArguments(gradient_accumulation_steps=3)).gradient_accumulation_steps == 6
     assert second.name == "b"
     assert second.arguments(TrainingArguments()).max_length == 64
-    check_apart([first, second])
+    check_distinct([first, second])
 
 
 @pytest.mark.parametrize(
@@ -328,9 +328,9 @@ def test_directories_and_names_are_apart() -> None:
         ([task_of_pair("x:one/a"), task_of_pair("x:one/a/last")], "is inside another adapter's directory"),
     ):
         with pytest.raises(UserError, match=words):
-            check_apart(tasks)
-    check_apart([task_of_pair("x:one/a"), task_of_pair("x:one/b")])
-    renamed = named_apart([task_of_pair("x:one/a"), task_of_pair("y:two/a"), task_of_pair("z:b")])
+            check_distinct(tasks)
+    check_distinct([task_of_pair("x:one/a"), task_of_pair("x:one/b")])
+    renamed = uniquely_named([task_of_pair("x:one/a"), task_of_pair("y:two/a"), task_of_pair("z:b")])
     assert [task.name for task in renamed] == ["one/a", "two/a", "b"]
 
 

@@ -186,8 +186,8 @@ def write_trace(path: Path, profile: Profile, process: str) -> None:
     for piece in profile.pieces:
         duration = MICROSECONDS * piece.seconds
         arguments = {"shape": piece.shape, "workgroups": list(piece.groups), "operations": piece.operations}
-        place = {"pid": 1, "tid": threads.index(piece.program) + 1, "ts": at, "dur": duration}
-        events.append({"name": piece.kernel, "cat": "kernel", "ph": "X", **place, "args": arguments})
+        position = {"pid": 1, "tid": threads.index(piece.program) + 1, "ts": at, "dur": duration}
+        events.append({"name": piece.kernel, "cat": "kernel", "ph": "X", **position, "args": arguments})
         at += duration
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"clock": profile.clock}}
     replace_file(path, (json.dumps(trace) + "\n").encode(), "--trace")

@@ -295,9 +295,9 @@ def _plans(
         answer = cluster.host(node.id, "plan", jobs, device.index, shared, cached, seconds=PLAN_SECONDS)
         for name, plan in answer["tasks"].items():
             plans[name][plan_class] = from_plain(RunRequirements, plan)
-        for name, taught in answer["taught"].items():
-            live, plans[name][plan_class] = plans[name][plan_class], from_plain(RunRequirements, taught["needs"])
-            teachers.setdefault(name, CachedTeacher(taught["digest"], {})).live[plan_class] = live
+        for name, cached_plan in answer["taught"].items():
+            live, plans[name][plan_class] = plans[name][plan_class], from_plain(RunRequirements, cached_plan["needs"])
+            teachers.setdefault(name, CachedTeacher(cached_plan["digest"], {})).live[plan_class] = live
     return plans, teachers
 
 

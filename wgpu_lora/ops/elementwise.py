@@ -210,20 +210,20 @@ def put_columns(x: In, y: InOut, *, rows: Dim, cols: U32, width: U32, first: U32
 
 def split_columns(rec: Recorder, x: Tensor, parts: Sequence[Tensor]) -> None:
     """Copies the columns of x [T, sum of widths] to `parts`, [T, width] each, in order. x must have no other use."""
-    places = list(_places(x, parts))
-    for part, shape in places:
+    slices = list(_slices(x, parts))
+    for part, shape in slices:
         rec.dispatch(take_columns, x, part, **shape)
     rec.save_for_backward(*parts)
 
     def backward() -> None:
         dx = rec.new_gradient(x)
-        for part, shape in places:
+        for part, shape in slices:
             rec.dispatch(put_columns, rec.gradient(part), dx, **shape)
 
     rec.node(backward, inputs=[x], outputs=list(parts))
 
 
-def _places(x: Tensor, parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, dict[str, int]]]:
+def _slices(x: Tensor, parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, dict[str, int]]]:
     rows, first = x.shape[0], 0
     for part in parts:
         width = part.size // rows

@@ -72,9 +72,9 @@ def local_rows(ids: np.ndarray, first: int, count: int) -> tuple[np.ndarray, np.
     """The rows of [first, first + count) that ids use, with the first, and the ids as their indices."""
     ids = ids.reshape(-1).astype(np.int64)
     rows = np.unique(np.append(ids[(ids >= first) & (ids < first + count)], first))
-    places = np.searchsorted(rows, ids)
-    present = rows.take(places, mode="clip") == ids
-    return rows, np.where(present, places, 0xFFFFFFFF).astype(np.uint32)
+    indices = np.searchsorted(rows, ids)
+    present = rows.take(indices, mode="clip") == ids
+    return rows, np.where(present, indices, 0xFFFFFFFF).astype(np.uint32)
 
 
 def put_rows(ids: np.ndarray, table: np.ndarray, y: np.ndarray, first: int, scale: float) -> np.ndarray:

@@ -66,26 +66,26 @@ def line_chart(lines: Sequence[Line], x_label: str, y_label: str, log: bool = Fa
 
 
 def _draw(line: Line, points: Sequence[Point], across: Scale, up: Scale, x_label: str) -> Drawn:
-    places = [(across.place(x), 1 - up.place(y)) for x, y in points]
-    path = "L".join(f"{_number(x)} {_number(y)}" for x, y in thinned(places))
+    positions = [(across.position(x), 1 - up.position(y)) for x, y in points]
+    path = "L".join(f"{_number(x)} {_number(y)}" for x, y in thinned(positions))
     dots = []
     if line.style != "faint" and len(points) <= (MANY if line.marked else FEW):
-        for (x, y), (at, value) in zip(places, points, strict=True):
+        for (x, y), (at, value) in zip(positions, points, strict=True):
             dots.append((_number(x), _number(y), f"{line.name}: {value:.4g} ({x_label} {at:,.6g})"))
     return Drawn(line.name, line.colour % COLOURS, line.style, f"M{path}", dots)
 
 
-def thinned(places: Sequence[Point]) -> list[Point]:
+def thinned(positions: Sequence[Point]) -> list[Point]:
     """Thin out points to the lowest and the highest of each column, and the ends, in order."""
-    if len(places) <= 2 * COLUMNS:
-        return list(places)
+    if len(positions) <= 2 * COLUMNS:
+        return list(positions)
     columns: dict[int, list[int]] = {}
-    for number, (x, _) in enumerate(places):
+    for number, (x, _) in enumerate(positions):
         columns.setdefault(int(x * COLUMNS), []).append(number)
-    indices = {0, len(places) - 1}
+    indices = {0, len(positions) - 1}
     for numbers in columns.values():
-        indices |= {min(numbers, key=lambda n: places[n][1]), max(numbers, key=lambda n: places[n][1])}
-    return [places[number] for number in sorted(indices)]
+        indices |= {min(numbers, key=lambda n: positions[n][1]), max(numbers, key=lambda n: positions[n][1])}
+    return [positions[number] for number in sorted(indices)]
 
 
 def smoothed(points: Sequence[Point], window: int) -> list[Point]:
@@ -115,7 +115,7 @@ def _percent(ticks: Ticks) -> list[tuple[str, str]]:
 
 
 TICKS = 7  # at most, not counting the ends
-APART = 0.09  # least distance of ticks, as a fraction of the axis, to be readable on a phone
+TICK_DISTANCE = 0.09  # least distance of ticks, as a fraction of the axis, to be readable on a phone
 TINY = 1e-300  # smaller numbers lose precision
 DECADE = (1, 2, 5)
 Ticks = list[tuple[float, str]]
@@ -150,7 +150,7 @@ class Scale:
         low, high = step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9)
         return cls(low, high if high > low else low + step)
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         if self.unit is None:
             return (value - self.low) / (self.high - self.low)
         return math.log1p(value / self.unit) / math.log1p(self.high / self.unit)
@@ -159,9 +159,9 @@ class Scale:
         values = self._even() if self.unit is None else self._decades(self.unit)
         result: Ticks = []
         for value in values:
-            place = round(self.place(value), 9)
-            if not result or place - result[-1][0] >= APART:
-                result.append((place, short(value)))
+            position = round(self.position(value), 9)
+            if not result or position - result[-1][0] >= TICK_DISTANCE:
+                result.append((position, short(value)))
         return result
 
     def _even(self) -> list[float]:

@@ -138,8 +138,8 @@ class Bar(NamedTuple):
     @classmethod
     def of(cls, label: str, value: str, whole: float, sizes: Sequence[tuple[float, int, str]]) -> Bar:
         """sizes: (size, colour, tooltip) of each part; `whole` is the size of the whole width."""
-        places = parts((size for size, _, _ in sizes), whole)
-        return cls(label, value, [(*at, c % COLOURS, text) for at, (_, c, text) in zip(places, sizes, strict=True)])
+        positions = parts((size for size, _, _ in sizes), whole)
+        return cls(label, value, [(*at, c % COLOURS, text) for at, (_, c, text) in zip(positions, sizes, strict=True)])
 
 
 def memory(runs: Sequence[Run]) -> dict[str, list[int]]:

@@ -223,7 +223,7 @@ class TrainingActor:
         order = self._order
         try:
             if ended:
-                self._unit_files.sweep()
+                self._unit_files.remove_leftovers()
             files, steps, stores = self._unit_files.files(ended), self._unit_files.steps(), self._stores()
             complete, before = store_files(stores, order.unit, self._directory, files)
             addresses = [ray.util.get_node_ip_address(), *map(address_of, order.mirrors)]

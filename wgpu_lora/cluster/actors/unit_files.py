@@ -45,10 +45,10 @@ class UnitFiles:
         newest = {root.name: run_checkpoint.latest_checkpoint(root) for root in self._roots()[1:]}
         return {name: read_state(path)[0].step for name, path in newest.items() if path}
 
-    def sweep(self) -> None:
+    def remove_leftovers(self) -> None:
         """Put in order what a run that has ended left unfinished."""
         for root in self._roots():
-            run_checkpoint.sweep_run(root)
+            run_checkpoint.remove_run_leftovers(root)
 
     def _roots(self) -> list[Path]:
         adapters = self.directory / ADAPTERS

@@ -31,8 +31,8 @@ def check_new_gguf(output: Path) -> None:
 @contextmanager
 def new_gguf(output: Path, architecture: str) -> Iterator[GGUFWriter]:
     """A writer for a temporary file that becomes `output` on success, and is removed on failure."""
-    with new_file(output, flag("output")) as place:
-        writer = GGUFWriter(place, architecture)
+    with new_file(output, flag("output")) as temporary:
+        writer = GGUFWriter(temporary, architecture)
         try:
             yield writer
             writer.close()

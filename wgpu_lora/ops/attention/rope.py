@@ -181,14 +181,14 @@ def rope(
     q, k, v = qkv
     if not (turns or norm or cache):
         return q, k, v
-    apart = query_table is not None
+    separate = query_table is not None
     if query_table is not None:
         assert norm is None, "queries with a table of their own are not normalised"
         (q,) = _rotated(rec, q, None, positions, query_table, None, turns)
     if cache:
         assert k.storage is v.storage, "k and v are in different storages"
-        together = not apart and q.storage is k.storage
-        if not (apart or together):
+        together = not separate and q.storage is k.storage
+        if not (separate or together):
             _rotated(rec, q, None, positions, table, norm, turns)
         shape = _shape(q if together else None, k, table, norm, turns)
         if cache.keys.dtype == "f16":
@@ -203,7 +203,7 @@ def rope(
         shape["v_first"] = v.byte_offset // 4
         rec.dispatch(rope_forward, _whole(k), positions, table, *_weights(norm), *stored_in, **shape)
         return q, cache.keys, cache.values
-    if apart:
+    if separate:
         (yk,) = _rotated(rec, None, k, positions, table, None, turns)
         return q, yk, v
     if q.storage is k.storage:

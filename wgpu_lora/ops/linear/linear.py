@@ -82,7 +82,7 @@ def linears(
     x: Tensor,
     layers: Sequence[Linear[FrozenMatrix]],
     loras: Sequence[LoraSlots | None],
-    apart: bool = False,
+    separate: bool = False,
 ) -> list[Tensor]:
     """x [T, in] -> the outputs [T, out] of several layers, regions of one storage.
 
@@ -90,12 +90,12 @@ def linears(
     the same, as it is without dropout.
 
     Args:
-        apart: whether the outputs may have a storage, and a dispatch, each. They have if one storage would exceed a
+        separate: whether the outputs may have a storage, and a dispatch, each. They have if one storage would exceed a
             binding of the device.
     """
     weights = [layer.weight for layer in layers]
     rows, size_in = x.size // weights[0].in_features, weights[0].in_features
-    if apart and exceed_binding(rec, rows, layers):
+    if separate and exceed_binding(rec, rows, layers):
         return [linear(rec, x, layer, lora) for layer, lora in zip(layers, loras, strict=True)]
     together = _together(rec, layers, loras)
     ys = rec.temps(*((rows, weight.out_features) for weight in weights), name="linears")

@@ -18,7 +18,7 @@ LOWEST = -3.0e38  # a logit of probability 0
 NO_ID = 0xFFFFFFFF  # of no token, in a row with fewer
 
 
-def _places(ids: np.ndarray, count: np.ndarray, rows: int, cols: int, first: int) -> tuple[np.ndarray, ...]:
+def _coordinates(ids: np.ndarray, count: np.ndarray, rows: int, cols: int, first: int) -> tuple[np.ndarray, ...]:
     """The places (row, s) of the ids in a chunk, and their columns."""
     columns = ids.reshape(rows, -1).astype(np.int64) - first
     valid = np.arange(rows)[:, None] < int(count.reshape(-1)[0])
@@ -31,7 +31,7 @@ def pick_logits(
     logits: In, ids: In, count: ReadOnly, picked: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Offset[Dim]
 ) -> Any:
     """picked[r, s] = logits[r, ids[r, s] - first] for ids in [first, first + cols) and r < count[0], else unchanged."""
-    row, s, column = _places(ids, count, rows, cols, first)
+    row, s, column = _coordinates(ids, count, rows, cols, first)
     result = picked.reshape(rows, kept).copy()
     result[row, s] = logits.reshape(rows, cols)[row, column]
     return result
@@ -40,7 +40,7 @@ def pick_logits(
 @kernel("hide_logits.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.kept), lib=("linear",))
 def hide_logits(ids: In, count: ReadOnly, logits: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Offset[Dim]) -> Any:
     """logits[r, ids[r, s] - first] = LOWEST for ids in [first, first + cols) and r < count[0]."""
-    row, _, column = _places(ids, count, rows, cols, first)
+    row, _, column = _coordinates(ids, count, rows, cols, first)
     result = logits.reshape(rows, cols).copy()
     result[row, column] = np.float32(LOWEST)
     return result
@@ -66,7 +66,7 @@ def add_rows(
     weights: np.ndarray, ids: np.ndarray, count: np.ndarray, table: np.ndarray, y: np.ndarray, rows: int, first: int
 ) -> np.ndarray:
     """The reference of `support_product`, with a table [size, cols]."""
-    row, s, at = _places(ids, count, rows, len(table), first)
+    row, s, at = _coordinates(ids, count, rows, len(table), first)
     w = weights.reshape(rows, -1)[row, s]
     nonzero = w != 0
     result = y.reshape(rows, -1).copy()

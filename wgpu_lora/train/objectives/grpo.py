@@ -15,7 +15,7 @@ from wgpu_lora.gpu.kernel import F32, U32, Flag, In, InOut, Out, ReadOnly, by_su
 from wgpu_lora.gpu.tensor import align
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.ops.elementwise import fill
-from wgpu_lora.ops.loss.loss import Sweep
+from wgpu_lora.ops.loss.loss import VocabularyLogprobs
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.objectives.objective import Group, Objective, Score, Scoring
 from wgpu_lora.train.objectives.preference import one_loss, sigmoid, unused_by
@@ -283,7 +283,7 @@ class GRPO(Objective):
         mean = totals[f"{GAP}/mean"] / max(1.0, tokens - totals.get("skipped_tokens", 0))
         return result | {f"{GAP}/mean": mean, f"{GAP}/max": totals[f"{GAP}/max"]}
 
-    def score_sweep(self, rec: Recorder, swept: Sweep, scoring: Scoring) -> Score:
+    def score_vocabulary(self, rec: Recorder, vocabulary: VocabularyLogprobs, scoring: Scoring) -> Score:
         groups = scoring.groups
         assert groups is not None
         assert scoring.inputs is not None
@@ -292,8 +292,8 @@ class GRPO(Objective):
         weights, values = rec.temp(scoring.weights.shape, name="weights"), rec.temp((9, stride), name="grpo")
         rec.dispatch(fill, weights, size=weights.size)
         rec.dispatch(
-            grpo_scores, swept.states[self.temperature], scoring.inputs, groups.members, groups.weights, groups.values,
-            weights, values, size=size, stride=stride, rate=1 / self.temperature, **self.constants(),
+            grpo_scores, vocabulary.states[self.temperature], scoring.inputs, groups.members, groups.weights,
+            groups.values, weights, values, size=size, stride=stride, rate=1 / self.temperature, **self.constants(),
         )  # fmt: skip
         losses, *metrics = (values.rows(i, i + 1).reshape(stride) for i in range(9))
         return Score(weights, losses, dict(zip(METRICS, metrics, strict=True)))

@@ -18,7 +18,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.kernel import F32, U32, Flag, In, Out, ReadOnly, by_subgroup, kernel, row_grid
 from wgpu_lora.gpu.tensor import Tensor, align
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.ops.loss.loss import Sweep
+from wgpu_lora.ops.loss.loss import VocabularyLogprobs
 from wgpu_lora.ops.loss.sparse_logits import LOWEST
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.distill.teacher_cache import read_header
@@ -147,7 +147,7 @@ class KD(Objective):
         unknown = METRICS[1:3] if 1.0 not in self.temperatures else ()
         return {name: value / units for name, value in totals.items() if name not in unknown}
 
-    def score_sweep(self, rec: Recorder, swept: Sweep, scoring: Scoring) -> Score:
+    def score_vocabulary(self, rec: Recorder, vocabulary: VocabularyLogprobs, scoring: Scoring) -> Score:
         teacher = scoring.teacher
         assert teacher is not None
         rows, support = scoring.weights.size, self.support
@@ -156,14 +156,14 @@ class KD(Objective):
         has_plain = len(self.temperatures) == 2
         rec.dispatch(
             kd_scores,
-            swept.support_logits[teacher.ids],
+            vocabulary.support_logits[teacher.ids],
             teacher.logprobs,
-            teacher.places,
+            teacher.target_columns,
             scoring.weights,
-            swept.states[self.temperature],
+            vocabulary.states[self.temperature],
             slopes,
             values,
-            swept.states[1.0] if has_plain else None,
+            vocabulary.states[1.0] if has_plain else None,
             rows=rows,
             kept=support,
             stride=stride,

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from wgpu_lora.gpu.kernel import U32, In, Out, ReadOnly, kernel, linear_grid
-from wgpu_lora.ops.loss.loss import Sweep, hits
+from wgpu_lora.ops.loss.loss import VocabularyLogprobs, hits
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.objectives.objective import Objective, Score, Scoring
 
@@ -28,7 +28,7 @@ class SFT(Objective):
     metrics: ClassVar[tuple[str, ...]] = (ACCURACY,)
     progress_metrics: ClassVar[tuple[str, ...]] = ()
 
-    def score_sweep(self, rec: Recorder, swept: Sweep, scoring: Scoring) -> Score:
-        losses = rec.temp(swept.logprobs.shape, name="losses")
-        rec.dispatch(sft_loss, swept.logprobs, scoring.weights, losses, rows=losses.size)
-        return Score(scoring.weights, losses, {ACCURACY: hits(rec, swept)})
+    def score_vocabulary(self, rec: Recorder, vocabulary: VocabularyLogprobs, scoring: Scoring) -> Score:
+        losses = rec.temp(vocabulary.logprobs.shape, name="losses")
+        rec.dispatch(sft_loss, vocabulary.logprobs, scoring.weights, losses, rows=losses.size)
+        return Score(scoring.weights, losses, {ACCURACY: hits(rec, vocabulary)})

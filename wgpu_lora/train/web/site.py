@@ -116,10 +116,10 @@ class WebModel:
         if model.tokenizer is None:
             raise UserError(f"{model.name} has no tokenizer, which the page needs: add a tokenizer.json.")
         self.tokenizer = model.tokenizer
-        _, subject = trainable_for(args, model)
-        assert isinstance(subject, TrainableAdapter)
-        self.subject = subject
-        trained = trainable_parameters(model, [subject])
+        _, trainable = trainable_for(args, model)
+        assert isinstance(trainable, TrainableAdapter)
+        self.trainable = trainable
+        trained = trainable_parameters(model, [trainable])
         tokens = -(-options.rows * options.tokens // 16) * 16
         self.session = Session(model, trained, [tokens], positions=options.tokens, eval_tokens=tokens)
         blocks = -(-options.context // BLOCK)
@@ -152,7 +152,7 @@ class WebModel:
         session.optimizer.initialise(device)
         for tables in (session.tables, self.engine.state.tables):
             tables.upload(device)
-        self.subject.place_initial(session, 0)
+        self.trainable.place_initial(session, 0)
         first = {0: SlotUpdate(1, self.args.rate, self.args)}
         device.write(session.optimizer.clips.storage.buffer, session.optimizer.settings(first)[session.optimizer.clips])
         for program in self.recording.programs.values():
@@ -255,7 +255,7 @@ class WebModel:
         }
 
     def _adapter(self) -> dict[str, Any]:
-        adapters, config, shapes = self.session.adapters, self.subject.config, self.model.config.lora_modules
+        adapters, config, shapes = self.session.adapters, self.trainable.config, self.model.config.lora_modules
         zeros = {
             module: (np.zeros((config.r, size_in), np.float32), np.zeros((out, config.r), np.float32))
             for module, (out, size_in) in shapes.items()

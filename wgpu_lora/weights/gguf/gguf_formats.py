@@ -41,7 +41,7 @@ class GGUFFormat:
     """A quantised type.
 
     words: the offsets of words of a block that are copied to the scales. half: the offset of a half float, of which two
-        blocks share a word; None if there is none. half_places: the offsets of all half floats of a block.
+        blocks share a word; None if there is none. half_offsets: the offsets of all half floats of a block.
     group: values that share a scale. levels: a code's value, before it is scaled.
     of_words: the blocks' words [blocks, words, out] and half floats, float64 [blocks, out], -> scales and lows.
     """
@@ -51,7 +51,7 @@ class GGUFFormat:
     group: int
     levels: tuple[int, ...]
     of_words: Callable[[np.ndarray, np.ndarray], Scales]
-    half_places: tuple[int, ...] = (0,)
+    half_offsets: tuple[int, ...] = (0,)
     words: tuple[int, ...] = ()
     half: int | None = None
 
@@ -94,8 +94,8 @@ class GGUFFormat:
         i, codes, scales = np.arange(self.block), [], []
         for plane in self.planes:
             per = 8 // plane.bits
-            places = plane.offset + i // (plane.stride * per) * plane.stride + i % plane.stride
-            bits = blocks[:, :, places] >> (plane.bits * (i // plane.stride % per)).astype(np.uint8)
+            offsets = plane.offset + i // (plane.stride * per) * plane.stride + i % plane.stride
+            bits = blocks[:, :, offsets] >> (plane.bits * (i // plane.stride % per)).astype(np.uint8)
             parts = (bits & (2**plane.bits - 1)).reshape(len(rows), -1, 32 // plane.bits).astype(np.uint32)
             codes.append((parts << (plane.bits * np.arange(32 // plane.bits, dtype=np.uint32))).sum(2, dtype=np.uint32))
         if self.words:
@@ -113,8 +113,8 @@ class GGUFFormat:
         code, shift = np.zeros((size_in, out), np.uint32), 0
         for plane in self.planes:
             rows, per = size_in * plane.bits // 32, 32 // plane.bits
-            places = (plane.bits * np.arange(per, dtype=np.uint32))[:, None]
-            bits = words[first : first + rows, None] >> places & np.uint32(2**plane.bits - 1)
+            offsets = (plane.bits * np.arange(per, dtype=np.uint32))[:, None]
+            bits = words[first : first + rows, None] >> offsets & np.uint32(2**plane.bits - 1)
             code |= bits.reshape(size_in, out) << np.uint32(shift)
             first, shift = first + rows, shift + plane.bits
         scale, low = self.of_words(*self._split(scales.reshape(-1, out), size_in // self.block))
@@ -131,7 +131,7 @@ class GGUFFormat:
     def finite(self, rows: np.ndarray) -> bool:
         """Whether the half floats of a file's rows, uint8 [rows, bytes], are finite."""
         blocks = rows.reshape(-1, self.block_bytes)
-        return all((blocks[:, place + 1] & 0x7C != 0x7C).all() for place in self.half_places)
+        return all((blocks[:, offset + 1] & 0x7C != 0x7C).all() for offset in self.half_offsets)
 
 
 def _halves(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -204,7 +204,7 @@ def random_blocks(
     """Rows of a random W [out, in], uint8 [out, bytes], with about this standard deviation."""
     blocks = rng.integers(0, 256, (out, size_in // item.block, item.block_bytes), np.uint8)
     of_scale = 1 if item.block == 32 else 74 if item.group == 16 else 37  # deviation of a scale in a block of blocks
-    for place in item.half_places:
+    for offset in item.half_offsets:
         halves = deviation * (0.75 + 0.5 * rng.random((*blocks.shape[:2], 1))) / (np.std(item.levels) * of_scale)
-        blocks[:, :, place : place + 2] = halves.astype(np.float16).view(np.uint8)
+        blocks[:, :, offset : offset + 2] = halves.astype(np.float16).view(np.uint8)
     return blocks.reshape(out, -1)

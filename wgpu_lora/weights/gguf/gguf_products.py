@@ -167,7 +167,7 @@ def gguf_matmul(
 @kernel(
     FILE,
     grid=tile_grid,
-    variants=tilings(4, *SHAPES, cpu_span=8, beside=68),
+    variants=tilings(4, *SHAPES, cpu_span=8, other_registers=68),
     specialise=_facts,
     layout=product_layout,
     tuning=TUNING,

@@ -119,11 +119,11 @@ def _histogram(x: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """The sums of weights and of weighted values before each edge of the bins; None if a value is on one."""
     half = BINS // 2
     roots = np.sign(x) * np.sqrt(np.abs(x) / max(np.abs(x).max(), 1e-30))
-    places = half + half * roots
-    inner = places[(places > 0.5) & (places < BINS - 0.5) & (x != 0)]
+    positions = half + half * roots
+    inner = positions[(positions > 0.5) & (positions < BINS - 0.5) & (x != 0)]
     if (np.abs(inner - np.rint(inner)) < ON_EDGE).any():
         return None
-    bins = np.minimum(places, BINS - 1).astype(np.int64)
+    bins = np.minimum(positions, BINS - 1).astype(np.int64)
     sums = [np.bincount(bins, values, BINS) for values in (weights, weights * x)]
     mass, moment = (np.concatenate([[0], np.cumsum(item)]) for item in sums)
     return mass, moment

@@ -95,15 +95,17 @@ def _with_tables(tilings: list[Tiling], capabilities: Capabilities, c: Any) -> l
         taller = c.bits != 3 and c.m > 16
         return [replace(tiling, rows=32, cols=4) if taller and tiling.cols == 8 else tiling for tiling in result]
     if c.form != "nt":
-        sums = capabilities.registers - BESIDE_WIDE
+        sums = capabilities.registers - OTHER_REGISTERS_WIDE
         return [tiling for tiling in result if not tiling.wide or tiling.rows * tiling.cols <= sums]
     tables = 8 if c.bits == 2 else table_size(c.bits) // (2 if c.c_type == "f16" else 1)  # 2 bits: scaled ones, too
-    suitable = [tiling for tiling in result if tiling.cols * (tiling.rows + tables) + BESIDE <= capabilities.registers]
+    suitable = [
+        tiling for tiling in result if tiling.cols * (tiling.rows + tables) + OTHER_REGISTERS <= capabilities.registers
+    ]
     return suitable or result[-1:]
 
 
-BESIDE = 52  # registers of a lane besides its sums and tables, by the compilers' table (`make gpu-compilers`)
-BESIDE_WIDE = 68  # backward, with 64-bit loads
+OTHER_REGISTERS = 52  # registers of a lane besides its sums and tables, by the compilers' table (`make gpu-compilers`)
+OTHER_REGISTERS_WIDE = 68  # backward, with 64-bit loads
 SHAPES = ((16, 4), (16, 2), (8, 4))  # (rows, columns per lane) of the tilings
 TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
 

@@ -138,10 +138,10 @@ def record_codes_gradient(
     sums, slices = _sums(bits, group), _slices(shape[1])
     partials = rec.temp((slices, sums, columns), name="partials") if sums else None
     tensors = constants if group and table_size(bits) else None, dconstants if group else None, partials
-    place = {"columns": columns, "first": first}
-    rec.dispatch(codes_gradient, dw, codes, *tensors, out=out, size_in=size_in, bits=bits, group=group, **place)
+    block = {"columns": columns, "first": first}
+    rec.dispatch(codes_gradient, dw, codes, *tensors, out=out, size_in=size_in, bits=bits, group=group, **block)
     if partials:
-        rec.dispatch(codes_gradient_sum, partials, dconstants, slices=slices, entries=sums, **place)
+        rec.dispatch(codes_gradient_sum, partials, dconstants, slices=slices, entries=sums, **block)
 
 
 CONSTANTS = "constants"

@@ -70,7 +70,7 @@ class NF4Weight(Weight):
     constants: absmax_codes u8 [blocks], nested f32 [ceil(blocks / 256) + 1] whose last entry is the offset, and dynamic
         f32 [256]; or only absmax f32 [blocks], for checkpoints without double quantisation.
     stored: the file has it in NF4, so it is loaded without requantising.
-    layer, index: the constants that are decoded with its own, and its place among them.
+    layer, index: the constants that are decoded with its own, and its index among them.
     """
 
     out_features: int
@@ -107,10 +107,10 @@ class NF4Weight(Weight):
         result = list(weights)
         shared = [(i, w) for i, w in enumerate(weights) if isinstance(w, NF4Weight) and len(w.constants) > 1]
         for first in range(0, len(shared), MATRICES):
-            places, own = zip(*shared[first : first + MATRICES], strict=True)
+            numbers, own = zip(*shared[first : first + MATRICES], strict=True)
             layer = LayerScales.together([weight.constants for weight in own], own[0].codes.name)
-            for index, (place, weight) in enumerate(zip(places, own, strict=True)):
-                result[place] = replace(weight, constants=layer.constants[index], layer=layer, index=index)
+            for index, (number, weight) in enumerate(zip(numbers, own, strict=True)):
+                result[number] = replace(weight, constants=layer.constants[index], layer=layer, index=index)
         return result
 
     def storages(self) -> list[Storage]:

@@ -149,11 +149,11 @@ def causal_conv(
     parts = rec.temps(*shapes, name="convolved")
     firsts = {f"{name}_first": part.byte_offset // 4 for name, part in zip("qkv", parts, strict=True)}
     shape: Shape = {"rows": rows, "cols": cols, "taps": taps}
-    places: Shape = {**shape, **firsts, "key_cols": math.prod(shapes[0][1:])}
+    constants: Shape = {**shape, **firsts, "key_cols": math.prod(shapes[0][1:])}
     whole = Tensor((parts[0].storage.nbytes // 4,), "f32", parts[0].storage, name="convolved")
 
     def record(y: Tensor) -> None:
-        rec.dispatch(causal_conv_forward, runs, x, weight, state, y, **places)
+        rec.dispatch(causal_conv_forward, runs, x, weight, state, y, **constants)
 
     record(whole)
     if state is not None:
@@ -163,7 +163,7 @@ def causal_conv(
 
     def backward() -> None:
         dpre = rec.temp(x.shape, name="dpre")
-        rec.dispatch(causal_conv_slope, runs, x, weight, rec.gradient(whole), dpre, **places)
+        rec.dispatch(causal_conv_slope, runs, x, weight, rec.gradient(whole), dpre, **constants)
         dx, accumulate = rec.gradient_target(x)
         assert not accumulate, "x has another use"
         rec.dispatch(causal_conv_backward, runs, dpre, weight, dx, **shape)

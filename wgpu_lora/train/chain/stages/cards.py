@@ -28,5 +28,5 @@ class Cards(Stage):
 
     def run(self, output: Path, watch: Watch, resuming: bool) -> None:
         adapters = [Path(adapter) for adapter in self.adapters]
-        files = [path for place in self.files_of for path in sorted(Path(place).glob("*.gguf"))]
+        files = [path for directory in self.files_of for path in sorted(Path(directory).glob("*.gguf"))]
         write_bytes_atomic(output / CARD, card_of_repository(self.title, self.model, adapters, files).encode())
