@@ -18,7 +18,7 @@ from wgpu_lora.names.text import count_noun, percent
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:
-    from wgpu_lora.data.curation.curate import Progress
+    from wgpu_lora.data.curation.curate import CurationProgress
     from wgpu_lora.train.data_statistics import Choice, RowPreview, RowStatistics, Token
 
 
@@ -320,7 +320,7 @@ def prepare(
     )
     with Bar("preparing", None, " MB") as bar:
 
-        def watch(progress: Progress) -> None:
+        def watch(progress: CurationProgress) -> None:
             name = f"preparing {progress.name}: {count_noun(progress.rows, 'row')}"
             bar.advance(name, progress.bytes / 1e6, progress.total / 1e6 or None)
 

@@ -17,7 +17,7 @@ import fsspec
 
 from wgpu_lora.cluster.cluster_paths import cluster_root, options_here
 from wgpu_lora.cluster.device_resources import DEVICE, hold_any_device
-from wgpu_lora.cluster.messages import NodeFacts, Progress, RunRequest, RunView, Snapshot, Task, TaskView
+from wgpu_lora.cluster.messages import NodeFacts, RunRequest, RunView, Snapshot, Task, TaskProgress, TaskView
 from wgpu_lora.cluster.worker.kinds.training_jobs import prepare_finetune
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.events import Evaluating, Events, StepResult
@@ -218,7 +218,7 @@ def _view(request: RunRequest, task: Task, result: Any) -> TaskView:
     best = None
     if result is not None and result.metrics_dataframe is not None and EVAL_LOSS in result.metrics_dataframe:
         best = float(result.metrics_dataframe[EVAL_LOSS].min())
-    progress = Progress(step, total, metrics.get(LOSS), metrics.get(EVAL_LOSS), best)
+    progress = TaskProgress(step, total, metrics.get(LOSS), metrics.get(EVAL_LOSS), best)
     params = result.config[CONFIG][PARAMS] if result else task.params
     return TaskView(request.name, task.name, state, None, progress, task.output, 1, why, True, params)
 

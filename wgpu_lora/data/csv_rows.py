@@ -46,7 +46,7 @@ def read_delimited(path: Path, formats: RowFormats[Any]) -> Rows:
 
 def _records(file: IO[bytes], path: Path, formats: RowFormats[Any]) -> Iterator[tuple[int, list[str] | BadRow]]:
     """(first line, cells) of every record that is not blank."""
-    lines = _Lines(file)
+    lines = _LineReader(file)
     reader = csv.reader(lines, delimiter=_delimiter(lines, formats), strict=True)
     blank = 0
     while True:
@@ -71,7 +71,7 @@ def _records(file: IO[bytes], path: Path, formats: RowFormats[Any]) -> Iterator[
             raise UserError(too_many_blank_lines(begin))
 
 
-class _Lines:
+class _LineReader:
     """The lines of a file as text, for the csv module, limited to MAX_LINE bytes per record.
 
     first: the header; skipped_lines: lines before it.
@@ -85,7 +85,7 @@ class _Lines:
             self.first = self._read()
         self._pending_lines, self.record_length, self.last = [self.first], 0, ""
 
-    def __iter__(self) -> _Lines:
+    def __iter__(self) -> _LineReader:
         return self
 
     def __next__(self) -> str:
@@ -102,7 +102,7 @@ class _Lines:
         return self._file.readline(MAX_LINE + 1).decode("utf-8", "surrogateescape")
 
 
-def _delimiter(lines: _Lines, formats: RowFormats[Any]) -> str:
+def _delimiter(lines: _LineReader, formats: RowFormats[Any]) -> str:
     """The delimiter with which the header fits a format, else the one that gives the most columns."""
     try:
         result = {mark: next(csv.reader([lines.first], delimiter=mark), []) for mark in DELIMITERS}

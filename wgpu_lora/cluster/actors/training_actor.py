@@ -27,7 +27,7 @@ from wgpu_lora.cluster.checkpoint_store import (
 )
 from wgpu_lora.cluster.cluster_paths import (
     ADAPTERS,
-    PIPELINE,
+    MULTI_ADAPTER,
     checked_part,
     options_here,
     unit_directory,
@@ -151,7 +151,7 @@ class TrainingActor:
                 self._leader = leader_of(order.replicas) if order.replicas else None
                 prepared: tuple[Any, Callable[[Any], str]] = prepare_finetune(options, order.unit, leader=self._leader)
             else:
-                prepared = prepare_adapters(*self._pipeline(tasks, index, resume), order.unit)
+                prepared = prepare_adapters(*self._joined_options(tasks, index, resume), order.unit)
             self._job, text = prepared
             self._pass_on_ends()
             record = self._job.train(events)
@@ -168,7 +168,9 @@ class TrainingActor:
             options |= {"eval_steps": NEVER, "eval_on_start": False}
         return options_here(options)
 
-    def _pipeline(self, tasks: Sequence[Task], index: int, resume: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def _joined_options(
+        self, tasks: Sequence[Task], index: int, resume: bool
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The shared options of a pipeline, and the tables of its adapters."""
         names = [checked_part(task.name) for task in tasks]
         split = [split_options(task.options) for task in tasks]
@@ -177,7 +179,9 @@ class TrainingActor:
             for name, (adapter_options, _) in zip(names, split, strict=True)
         ]
         shared = {**split[0][1], "save_steps": min(common["save_steps"] for _, common in split)}
-        shared |= {"device": index, "output": str(self._directory / PIPELINE)} | ({"resume": True} if resume else {})
+        shared |= {"device": index, "output": str(self._directory / MULTI_ADAPTER)} | (
+            {"resume": True} if resume else {}
+        )
         return shared, adapters
 
     def _pass_on_ends(self) -> None:

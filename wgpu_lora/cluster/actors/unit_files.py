@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from wgpu_lora.cluster.cluster_paths import ADAPTERS, PIPELINE
+from wgpu_lora.cluster.cluster_paths import ADAPTERS, MULTI_ADAPTER
 from wgpu_lora.cluster.messages import StoredFile
 from wgpu_lora.files.atomic import file_digest
 from wgpu_lora.train.job import LOCK
@@ -40,8 +40,8 @@ class UnitFiles:
 
     def steps(self) -> dict[str, int]:
         """The step that each task would be resumed from. Raises UserError if a checkpoint is damaged."""
-        if (self.directory / PIPELINE / STATE).is_file():
-            return read_multi_adapter_state(self.directory / PIPELINE).steps
+        if (self.directory / MULTI_ADAPTER / STATE).is_file():
+            return read_multi_adapter_state(self.directory / MULTI_ADAPTER).steps
         newest = {root.name: run_checkpoint.latest_checkpoint(root) for root in self._roots()[1:]}
         return {name: read_state(path)[0].step for name, path in newest.items() if path}
 
@@ -52,7 +52,7 @@ class UnitFiles:
 
     def _roots(self) -> list[Path]:
         adapters = self.directory / ADAPTERS
-        return [self.directory / PIPELINE, *(sorted(adapters.iterdir()) if adapters.is_dir() else ())]
+        return [self.directory / MULTI_ADAPTER, *(sorted(adapters.iterdir()) if adapters.is_dir() else ())]
 
     def _stored_file(self, path: Path) -> StoredFile:
         stat = path.stat()

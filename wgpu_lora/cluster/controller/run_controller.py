@@ -468,15 +468,15 @@ class RunController:
             for unit in self._state.placed():
                 if (actor := self._actors.get(unit.id)) and unit.id not in self._reports:
                     self._reports[unit.id] = actor.report.remote(), self.now()
-            references = {reference: unit for unit, (reference, _) in self._reports.items()}
-        if not references:
+            object_refs = {object_ref: unit for unit, (object_ref, _) in self._reports.items()}
+        if not object_refs:
             return
-        ready, _ = ray.wait(list(references), num_returns=len(references), timeout=POLL_SECONDS)
-        for reference in ready:
-            unit_id = references[reference]
+        ready, _ = ray.wait(list(object_refs), num_returns=len(object_refs), timeout=POLL_SECONDS)
+        for object_ref in ready:
+            unit_id = object_refs[object_ref]
             self._reports.pop(unit_id, None)
             try:
-                report = ray.get(reference)
+                report = ray.get(object_ref)
             except ray.exceptions.ActorUnavailableError:
                 continue
             except ray.exceptions.RayError as error:
@@ -566,8 +566,8 @@ class RunController:
             try:
                 task = run_queue.as_trained(self._state, request, tasks[name])
                 actor = self._evaluator(request.eval_device or "")
-                reference = actor.measure.remote(unit.run, task, commit, nodes, request.storage)
-                step, loss = ray.get(reference)
+                object_ref = actor.measure.remote(unit.run, task, commit, nodes, request.storage)
+                step, loss = ray.get(object_ref)
             except (ray.exceptions.RayError, ConnectionError, ValueError) as error:
                 with self._lock:
                     text = f"{unit.run}: the held-out loss of {name} was not measured: {_why(error)}"

@@ -10,11 +10,11 @@ from wgpu_lora.cluster.controller.run_state import CacheState, ClusterState, Tas
 from wgpu_lora.cluster.messages import (
     DeviceView,
     Order,
-    Progress,
     RunRequest,
     RunView,
     Snapshot,
     Task,
+    TaskProgress,
     TaskView,
 )
 from wgpu_lora.cluster.placement.placement import refusal
@@ -378,16 +378,16 @@ def _task_view(
     )
 
 
-def _cache_progress(cache: CacheState) -> Progress:
+def _cache_progress(cache: CacheState) -> TaskProgress:
     if cache.reason:
-        return Progress(doing="teacher cache: will be tried again")
+        return TaskProgress(doing="teacher cache: will be tried again")
     status = (
         f"{cache.rows / cache.total:.0%}" if cache.total else "to begin" if cache.phase == "waiting" else "starting"
     )
-    return Progress(doing=f"teacher cache: {status}")
+    return TaskProgress(doing=f"teacher cache: {status}")
 
 
-def _progress(task: TaskState) -> Progress:
+def _progress(task: TaskState) -> TaskProgress:
     """A task's progress; of one that ended before the rest of its pipeline, that the pipeline goes on."""
     if not task.outcome or task.over:
         return task.progress

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from wgpu_lora.cluster.placement.pipeline_grouping import Grouping, StartingUnit, start_together
+from wgpu_lora.cluster.placement.adapter_grouping import Grouping, StartingUnit, start_together
 from wgpu_lora.cluster.placement.placement_field import CandidateDevice, Field, Numbers, PendingTask, Placement
 from wgpu_lora.train.memory import format_bytes, format_bytes_exact
 

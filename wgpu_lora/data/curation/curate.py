@@ -21,7 +21,7 @@ from wgpu_lora.data.curation.curation_files import (
     REPORT,
     SCHEMA,
     Inputs,
-    Lines,
+    LineWriter,
     encoded,
     find_inputs,
     matches,
@@ -56,7 +56,7 @@ _SPOOL, _SEEN = ".spool", ".seen"  # temporary files
 
 
 @dataclass(frozen=True)
-class Progress:
+class CurationProgress:
     """bytes read, of all bytes of the files; rows read; the name of the current input."""
 
     bytes: int
@@ -65,7 +65,7 @@ class Progress:
     name: str
 
 
-Watch = Callable[[Progress], None]
+Watch = Callable[[CurationProgress], None]
 
 
 def prepare_files(
@@ -103,8 +103,8 @@ class Curation:
         self.counts, self.notes = Counts(), list(inputs.notes)
         self.spool = _SPOOL if options.validation_split is not None else TRAIN
         names = {kind: self.spool if kind == EXAMPLE else name for kind, name in FILES.items()}
-        self.files = {kind: Lines(directory / name) for kind, name in names.items()}
-        self.rejected = Lines(directory / REJECTED)
+        self.files = {kind: LineWriter(directory / name) for kind, name in names.items()}
+        self.rejected = LineWriter(directory / REJECTED)
         self.groups = array("Q")
         self._last_report, self._read = time.monotonic(), 0
 
@@ -152,7 +152,7 @@ class Curation:
             return
         self._last_report, path = now, self.inputs.paths[number]
         read = self._read + (0 if last or path is None else position(path) or 0)
-        self.watch(Progress(read, sum(self.inputs.sizes), self.counts.rows, self.inputs.sources[number].name))
+        self.watch(CurationProgress(read, sum(self.inputs.sizes), self.counts.rows, self.inputs.sources[number].name))
 
     def _row(
         self, number: int, position: RowPosition, row: Row | BadRow, formats: RowFormats[Read], repeats: Duplicates
@@ -232,7 +232,7 @@ class Curation:
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def _outputs(self) -> dict[str, Lines]:
+    def _outputs(self) -> dict[str, LineWriter]:
         """The files with rows, by name; examples are split first."""
         by_name = {FILES[kind]: lines for kind, lines in self.files.items()}
         if self.options.validation_split is not None:
@@ -240,7 +240,7 @@ class Curation:
             by_name = {TRAIN: train, VALID: valid, **by_name}
         return {name: lines for name, lines in {**by_name, REJECTED: self.rejected}.items() if lines.rows}
 
-    def _split(self, rows: int) -> tuple[Lines, Lines]:
+    def _split(self, rows: int) -> tuple[LineWriter, LineWriter]:
         share, name = self.options.validation_split, self.options.group_by
         if not rows:
             self._refuse_nothing(f"{setting('validation_split', share)} has nothing to split: no row is an example")
@@ -253,7 +253,7 @@ class Curation:
         keys, self.groups = np.frombuffer(self.groups, np.uint64), array("Q")
         valid = validation_mask(keys, share or 0.0, self.options.seed)
         del keys
-        train, heldout = Lines(self.directory / TRAIN), Lines(self.directory / VALID)
+        train, heldout = LineWriter(self.directory / TRAIN), LineWriter(self.directory / VALID)
         spool = self.directory / self.spool
         with spool.open("rb") as file:
             for line, is_heldout in zip(file, valid, strict=True):
@@ -263,7 +263,7 @@ class Curation:
         spool.unlink()
         return train, heldout
 
-    def _check(self, outputs: dict[str, Lines]) -> None:
+    def _check(self, outputs: dict[str, LineWriter]) -> None:
         """Check that every row is somewhere, by the lines of the files."""
         rejected, repeated = self.rejected.rows, sum(self.counts.duplicates.values())
         out = sum(lines.rows for name, lines in outputs.items() if name != REJECTED)

@@ -183,7 +183,7 @@ def is_result(folder: Path) -> bool:
 WRITTEN = {*FILES.values(), VALID, REPORT, REJECTED}
 
 
-class Lines:
+class LineWriter:
     """A JSONL file that is being written: its rows, bytes and SHA-256."""
 
     def __init__(self, path: Path) -> None:

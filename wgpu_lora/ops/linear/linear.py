@@ -110,7 +110,7 @@ def linears(
     product.forward(rec, x, all_ys, bias, False, _low_rank(loras, stack, h))
 
     def backward() -> None:
-        dys, dh, low = [rec.gradient(y) for y in ys], None, None
+        dys, dh, low_rank = [rec.gradient(y) for y in ys], None, None
         if stack and h:
             dh = rec.temp(h.shape, name="dh")
             for lora, dy in zip(loras, dys, strict=True):
@@ -118,20 +118,20 @@ def linears(
                     _gradients_of_b(rec, dy, h, dh, lora)
             shape = {"m": stack.rank, "n": size_in, "k": rows, **stack.factor_constants(stack.a)}
             rec.dispatch(lora_tn, dh, rec.rematerialize(x), stack.a.grads, stack.ranges, **shape)
-            low = stack.low_rank(dh, stack.a)
+            low_rank = stack.low_rank(dh, stack.a)
         if not rec.tracks(x):
             return
         dx, accumulate = rec.gradient_target(x)
         if rec.compute_dtype != "f16":
             all_dys = spanning(dys)
             assert all_dys is not None, "the gradients of a stack are regions of one storage"
-            product.backward(rec, all_dys, dx, accumulate, low)
+            product.backward(rec, all_dys, dx, accumulate, low_rank)
             return
         for weight, dy in zip(weights, dys, strict=True):  # each has scales of its own
             weight_product = weight.product(())
             assert weight_product is not None
-            weight_product.backward(rec, dy, dx, accumulate, low)
-            accumulate, low = True, None
+            weight_product.backward(rec, dy, dx, accumulate, low_rank)
+            accumulate, low_rank = True, None
 
     rec.node(backward, inputs=[x], outputs=ys, trains=stack is not None)
     return ys

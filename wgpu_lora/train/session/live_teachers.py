@@ -70,7 +70,7 @@ class Teachers:
     ):
         self.models: list[LoadedModel] = []  # other than the student
         self._by_slot, self._device = by_slot, student.device
-        self.groups: list[_Group] = []
+        self.groups: list[_TeacherBatch] = []
         models, all_tables = dict[Key, LoadedModel](), dict[Key, Tables]()
         if shared:
             models[_key(student)], all_tables[_key(student)] = student, tables
@@ -84,7 +84,7 @@ class Teachers:
         self._tables = [result for result in all_tables.values() if result is not tables]
         for key, selection in dict.fromkeys((live.key, live.selection) for live in by_slot.values()):
             group = {slot: live for slot, live in by_slot.items() if (live.key, live.selection) == (key, selection)}
-            self.groups.append(_Group(models[key], group, buckets, all_tables[key], selection, compute_dtype))
+            self.groups.append(_TeacherBatch(models[key], group, buckets, all_tables[key], selection, compute_dtype))
 
     def programs(self) -> list[Program]:
         return [program for group in self.groups for program in group.teacher.programs()]
@@ -150,7 +150,7 @@ class Teachers:
         return result
 
 
-class _Group:
+class _TeacherBatch:
     """Slots whose teachers have the same weights and keep the same tokens, but may have adapters of their own."""
 
     def __init__(

@@ -63,7 +63,7 @@ def prepare_finetune(
     return prepare_job(args, rows=rows, sharing=leader), lambda record: STOP_TEXT[record.stop_reason]
 
 
-def run_pipeline(
+def run_multi_adapter(
     port: EventWriter,
     *,
     where: str,
