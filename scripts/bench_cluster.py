@@ -36,8 +36,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("options", nargs="*", help="options of finetune, after --")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as place:
-        result = measure_rounds(args, Path(place))
+    with tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as directory:
+        result = measure_rounds(args, Path(directory))
     text = json.dumps(result, indent=1)
     print(text)
     if args.json:
@@ -45,12 +45,12 @@ def main() -> int:
     return 0
 
 
-def measure_rounds(args: argparse.Namespace, place: Path) -> dict[str, Any]:
+def measure_rounds(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Rounds of both kinds, their medians and their ratios."""
     environment = {
         **os.environ,
-        "WGPU_LORA_CLUSTER_DIR": str(place / "cluster"),
-        "WGPU_LORA_CLUSTER_LOCAL_DIR": str(place / "state"),
+        "WGPU_LORA_CLUSTER_DIR": str(directory / "cluster"),
+        "WGPU_LORA_CLUSTER_LOCAL_DIR": str(directory / "state"),
         "WGPU_LORA_NO_RUN_LOG": "1",
     }
     options = [*args.options, "--max-steps", str(args.steps), "--logging-steps", "1"]
@@ -60,14 +60,14 @@ def measure_rounds(args: argparse.Namespace, place: Path) -> dict[str, Any]:
     rounds: list[dict[str, dict[str, float]]] = []
     try:
         # A long run that stays: while it is known, Ray is not ended after each of the others.
-        stays = ["--detach", "--name", "keep", "--output", str(place / "keep")]
+        stays = ["--detach", "--name", "keep", "--output", str(directory / "keep")]
         command(["cluster", "run", *of_cluster, *stays, *options], environment)
         wait_for(environment, "keep")
         for number in range(args.rounds):
             round_times = {}
             kinds = ("plain", "cluster") if number % 2 == 0 else ("cluster", "plain")
             for kind in kinds:
-                output = place / f"{kind}-{number}"
+                output = directory / f"{kind}-{number}"
                 words = ["finetune", *of_plain] if kind == "plain" else ["cluster", "run", *of_cluster]
                 seconds = command([*words, "--output", str(output), *options], environment)
                 round_times[kind] = {**times(output), "whole": seconds}

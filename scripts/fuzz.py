@@ -33,8 +33,8 @@ def fuzz(target: str, inputs: int, keep: Path, replay: Path | None) -> None:
         from support.fuzz import targets
 
     # In memory if possible: a target writes a file for every input.
-    place = Path(tempfile.mkdtemp(prefix="wgpu-lora-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-    run, shaped = targets.TARGETS[target].open(place), targets.TARGETS[target].mutate
+    directory = Path(tempfile.mkdtemp(prefix="wgpu-lora-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    run, shaped = targets.TARGETS[target].open(directory), targets.TARGETS[target].mutate
 
     def test_one_input(data: bytes) -> None:
         try:
@@ -44,7 +44,7 @@ def fuzz(target: str, inputs: int, keep: Path, replay: Path | None) -> None:
 
     if replay:
         return test_one_input(replay.read_bytes())
-    corpus, words = place / "corpus", place / "words"
+    corpus, words = directory / "corpus", directory / "words"
     corpus.mkdir()
     for number, seed in enumerate(targets.seeds(target)):
         (corpus / str(number)).write_bytes(seed)

@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, field
 
 from wgpu_lora.cluster.placement.placement import place
-from wgpu_lora.cluster.placement.placement_field import PendingTask, Place
+from wgpu_lora.cluster.placement.placement_field import CandidateDevice, PendingTask
 
 KINDS = (1000.0, 2000.0, 4000.0, 8000.0)  # tokens/s
 JOINED = 1.2  # tokens/s of a pipeline over its adapters one after another
@@ -58,7 +58,7 @@ def simulate(adapters: int, devices: int, crashes: float, seed: int, first: bool
         begin = time.process_time()
         placements = place(
             [_waiting_task(name, work, needs, units) for name in sorted(queue)],
-            [_place(machine, now) for machine in machines.values()],
+            [_candidate(machine, now) for machine in machines.values()],
             now,
         )
         decisions.append(time.process_time() - begin)
@@ -102,8 +102,8 @@ def _waiting_task(
                    join="never" if name in units else "auto")  # fmt: skip
 
 
-def _place(device: Device, now: float) -> Place:
-    return Place(device.id, "class", free=device.budget - device.peak_bytes, speed=device.speed,
+def _candidate(device: Device, now: float) -> CandidateDevice:
+    return CandidateDevice(device.id, "class", free=device.budget - device.peak_bytes, speed=device.speed,
                  active_bytes=device.peak_bytes, active=int(bool(device.tasks)),
                  busy_seconds=max(device.end - now, 0.0), budget=device.budget, joined_speedup=JOINED)  # fmt: skip
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from support.cli import Run, commands
 from support.processes.broken import Break, breaking
-from support.training.shared_runs import built_once, train_pipeline, train_run
+from support.training.shared_runs import built_once, train_multi_adapter, train_run
 from support.training.training import model_dir
 
 from wgpu_lora.bench import training_runs
@@ -93,9 +93,9 @@ def finished_run(qwen2: loaded_model.LoadedModel, tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="session")
-def finished_pipeline(qwen2: loaded_model.LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_multi_adapter_run(qwen2: loaded_model.LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the rows of adapters a, b and c, and their outputs (`run`). Copy what a test changes."""
-    return built_once(tmp_path_factory, "finished_pipeline", lambda place: train_pipeline(qwen2, place))
+    return built_once(tmp_path_factory, "finished_multi_adapter_run", lambda place: train_multi_adapter(qwen2, place))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ FOLDERS = "wgpu_lora|scripts|tests|shaders|bricks|recipes|docs"
 # ops/loss.py, families/plain.wgsl.j2, ../docs/usage.md: the end of the path of a file.
 FILE = re.compile(r"(?<![\w/.{}<*~-])(?:\.\./)*((?:\w[\w.-]*/)*\w[\w.-]*\.(?:py|wgsl\.j2|wgsl|md))\b(?![\w/*{])")
 FOLDER = re.compile(rf"(?<![\w/.{{}}<*~-])((?:{FOLDERS})(?:/[a-z_]\w*)+)/?(?![\w/.*{{-])")
-# ops.loss, wgpu_lora.weights.dense.BF16, loss.Sweep: a module by the end of its name, or a name in it.
+# ops.loss, wgpu_lora.weights.dense.BF16, loss.VocabularyLogprobs: a module by the end of its name, or a name in it.
 DOTTED = re.compile(r"(?<![\w/.'\"<@:%-])([a-z_]\w*(?:\.[A-Za-z_]\w*)+)(?![\w/(*-]|\.\w|:\d)")
 # By their first line: parsing all sources takes a minute.
 STRING = re.compile(r'(?P<docstring>^[ ]*r?)?"""(?P<text>.*?)"""', re.DOTALL | re.MULTILINE)

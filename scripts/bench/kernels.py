@@ -304,7 +304,7 @@ OWNERS: tuple[tuple[Any, str, str], ...] = (
     (GatedAttention, "record", "attention"),
     (Attention, "record", "attention"),
     (GatedMLP, "record", "MLPs"),
-    (batch, "sweep", "vocabulary"),
+    (batch, "vocabulary_logprobs", "vocabulary"),
 )
 OF_NETS = {"delta": "the rule", "causal": "convolution, norms", "l2norm": "convolution, norms"}
 OF_NETS["gated"] = OF_NETS["l2norm"]

@@ -43,18 +43,18 @@ def passed(model: Path) -> int:
 
 def prepared(adapter: Path, output: Path, bases: tuple[str, str]) -> dict[str, Path]:
     """The merged model, its two bases, and the caches of what it says about training and held-out rows."""
-    places = {name: output / name for name in ("merged", *bases, "cache", "heldout-cache")}
-    if not places["merged"].exists():
-        merge_adapter(DEMO_MODEL, adapter, places["merged"], "f32")
+    paths = {name: output / name for name in ("merged", *bases, "cache", "heldout-cache")}
+    if not paths["merged"].exists():
+        merge_adapter(DEMO_MODEL, adapter, paths["merged"], "f32")
     for base in bases:
-        if not places[base].exists():
-            write_packed(open_model(str(places["merged"]), None, base), places[base])
+        if not paths[base].exists():
+            write_packed(open_model(str(paths["merged"]), None, base), paths[base])
     for name, rows in (("cache", DEMO_TRAIN), ("heldout-cache", DEMO_HELDOUT)):
-        if not places[name].exists():
-            merged = open_model(str(places["merged"]), None, "f32")
-            teacher_cache(merged, str(rows), places[name], top_k=64, random=0, length=LENGTH)
+        if not paths[name].exists():
+            merged = open_model(str(paths["merged"]), None, "f32")
+            teacher_cache(merged, str(rows), paths[name], top_k=64, random=0, length=LENGTH)
             merged.unload()
-    return places
+    return paths
 
 
 def main() -> None:
@@ -71,19 +71,19 @@ def main() -> None:
     parser.add_argument("--run", default="run")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    places = prepared(args.adapter, args.output, (args.before, args.after))
+    paths = prepared(args.adapter, args.output, (args.before, args.after))
     recipe: dict[str, Any] = read_recipe(find_recipe("recover-q2"))
     run = args.output / args.run
     record = finetune(
         **recipe
         | {
-            "model": str(places[args.after]),
+            "model": str(paths[args.after]),
             "base_dtype": args.after,
-            "rounded_from": str(places[args.before]),
+            "rounded_from": str(paths[args.before]),
             "data": str(DEMO_TRAIN),
             "eval_data": str(DEMO_HELDOUT),
-            "teacher_cache": str(places["cache"]),
-            "eval_teacher_cache": str(places["heldout-cache"]),
+            "teacher_cache": str(paths["cache"]),
+            "eval_teacher_cache": str(paths["heldout-cache"]),
             "output": str(run),
             "target_modules": args.target_modules,
             "max_length": LENGTH,
@@ -100,11 +100,11 @@ def main() -> None:
     losses = state.unrounded_eval_loss, state.first_eval_loss, state.last_eval_loss, state.best_eval_loss
     names = ("before rounding", "after rounding", "after training", "best")
     models = {
-        "before rounding": places[args.before],
-        "after rounding": places[args.after],
+        "before rounding": paths[args.before],
+        "after rounding": paths[args.after],
         "after training": run / "last-f16",
     }
-    checks = {name: passed(place) for name, place in models.items()}
+    checks = {name: passed(path) for name, path in models.items()}
     result = {"kd loss": dict(zip(names, losses, strict=True)), "passed of 60": checks, "seconds": state.seconds}
     assert state.first_eval_loss
     assert state.last_eval_loss

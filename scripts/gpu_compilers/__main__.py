@@ -28,7 +28,7 @@ from scripts.gpu_compilers.compiler_report import (
 )
 from scripts.gpu_compilers.compiler_report import tiling as tiling_words
 from scripts.gpu_compilers.compiler_run import Answers, ask
-from scripts.gpu_compilers.gpus import GPUS, ROOT, Gpu, place_of
+from scripts.gpu_compilers.gpus import GPUS, ROOT, Gpu, environment_of
 from scripts.gpu_compilers.predicted_step import report
 from scripts.gpu_compilers.recorded_kernels import Selection
 from wgpu_lora.bench.brick_results import Writer
@@ -183,7 +183,7 @@ def predict(gpus: list[Gpu], selection: Selection, args: argparse.Namespace, com
     for dtype, backend in (("f32", WGPU), ("f16", DAWN)):
         dtype_selection = replace(of, compute_dtype=dtype, backend=backend)
         answers[dtype] = [
-            ask(gpu, size, place_of(gpu, args.root.resolve(), args.in_root), dtype_selection, args.raw)
+            ask(gpu, size, environment_of(gpu, args.root.resolve(), args.in_root), dtype_selection, args.raw)
             for gpu in gpus
             for size in args.subgroup_size or gpu.subgroups[:1]
         ]
@@ -200,10 +200,10 @@ def ask_all(
     jobs: int,
     raw: Path | None,
 ) -> list[Answers]:
-    places = {gpu.name: place_of(gpu, root, in_root) for gpu in gpus}
+    environments = {gpu.name: environment_of(gpu, root, in_root) for gpu in gpus}
     pairs = [(gpu, size) for gpu in gpus for size in sizes or gpu.subgroups]
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(ask, gpu, size, places[gpu.name], selection, raw) for gpu, size in pairs]
+        futures = [pool.submit(ask, gpu, size, environments[gpu.name], selection, raw) for gpu, size in pairs]
         return [future.result() for future in futures]
 
 

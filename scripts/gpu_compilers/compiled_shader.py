@@ -108,7 +108,7 @@ def innermost(code: Sequence[Instruction], following: Sequence[Sequence[int]], l
     """The innermost loop with the most multiply-adds, wherever the compiler put its parts.
 
     Both sides of a branch count.
-    following: of each instruction, the places in `code` of those that may run next.
+    following: of each instruction, the indices in `code` of those that may run next.
     """
     if not code:
         return None
@@ -123,27 +123,27 @@ def innermost(code: Sequence[Instruction], following: Sequence[Sequence[int]], l
 
     reachable = {0} | walk(0, following, set(range(len(code))))
     preceding: list[list[int]] = [[] for _ in code]
-    for place in reachable:
-        for target in following[place]:
-            preceding[target].append(place)
-    pivots = sorted(target for target in reachable if any(place >= target for place in preceding[target]))
+    for index in reachable:
+        for target in following[index]:
+            preceding[target].append(index)
+    pivots = sorted(target for target in reachable if any(index >= target for index in preceding[target]))
 
-    def innermost_of(places: set[int]) -> list[set[int]]:
+    def innermost_of(indices: set[int]) -> list[set[int]]:
         """Strongly connected parts, which have no others within once they cannot be entered."""
-        bodies, remaining = list[set[int]](), set(places)
+        bodies, remaining = list[set[int]](), set(indices)
         for pivot in pivots:
             if pivot in remaining and (body := walk(pivot, following, remaining) & walk(pivot, preceding, remaining)):
                 remaining -= body
-                entries = {place for place in body if not body.issuperset(preceding[place])} or {pivot}
+                entries = {index for index in body if not body.issuperset(preceding[index])} or {pivot}
                 bodies += innermost_of(body - entries) or [body]
         return bodies
 
     loops = []
     for body in innermost_of(reachable):
         counts = Counter[Kind]()
-        for place in body:
-            counts[code[place].kind] += code[place].amount
-        working = [code[place] for place in body if code[place].kind != Kind.WAIT]
+        for index in body:
+            counts[code[index].kind] += code[index].amount
+        working = [code[index] for index in body if code[index].kind != Kind.WAIT]
         sums = sum(instruction.multiply_adds for instruction in working)
         loops.append(
             Loop(
@@ -201,14 +201,14 @@ def amd_instruction(name: str, text: str) -> Instruction:
 def parse_amd(lines: Sequence[str]) -> Compiled:
     """The statistics and assembly of a compute pipeline. Raises Unreadable."""
     code: list[Instruction] = []
-    places: dict[str, int] = {}
+    indices: dict[str, int] = {}
     branches: list[str] = []  # of each instruction: a label or ""
     leaving: list[bool] = []
     for line in lines:
         if line == "disasm:":
-            code, places, branches, leaving = [], {}, [], []
+            code, indices, branches, leaving = [], {}, [], []
         elif label := AMD_LABEL.match(line):
-            places[label[1]] = len(code)
+            indices[label[1]] = len(code)
         elif match := AMD_INSTRUCTION.match(line):
             branch = AMD_BRANCH.match(line)
             branches.append(branch[1] if branch else "")
@@ -216,10 +216,10 @@ def parse_amd(lines: Sequence[str]) -> Compiled:
             code.append(amd_instruction(match[1], match[0]))
     lanes = 64 if any(map(AMD_64.match, lines)) else 32
     following = []
-    for place, (target, leaves) in enumerate(zip(branches, leaving, strict=True)):
-        after = [] if leaves else [place + 1]
-        if target in places:
-            after.append(places[target])
+    for index, (target, leaves) in enumerate(zip(branches, leaving, strict=True)):
+        after = [] if leaves else [index + 1]
+        if target in indices:
+            after.append(indices[target])
         following.append([number for number in after if number < len(code)])
     text = "\n".join(lines)
     return Compiled(
@@ -270,8 +270,8 @@ def parse_apple(lines: Sequence[str]) -> Compiled:
     program = max(programs, key=len)  # the others are preambles, which run once
     addresses = [address for address, *_ in program]
     following = []
-    for place, (address, name, _, offset) in enumerate(program):
-        after = [place + 1] * (name != "stop" and place + 1 < len(program))
+    for index, (address, name, _, offset) in enumerate(program):
+        after = [index + 1] * (name != "stop" and index + 1 < len(program))
         if name.startswith("jmp") and offset:  # only if some or all lanes are done
             after.append(min(bisect_left(addresses, address + int(offset)), len(program) - 1))
         following.append(after)
@@ -321,18 +321,18 @@ def nvidia_instruction(name: str, uniform: bool) -> Instruction:
 
 def parse_nvidia(lines: Sequence[str]) -> Compiled:
     """The statistics and the last program of a compute pipeline. Raises Unreadable."""
-    starts = [place for place, line in enumerate(lines) if line.startswith("NAK IR")]
+    starts = [index for index, line in enumerate(lines) if line.startswith("NAK IR")]
     if not starts:
         raise Unreadable("no program was printed")
     code: list[Instruction] = []
     following: list[list[int]] = []
-    places: dict[int, int] = {}
+    indices: dict[int, int] = {}
     jumps: list[tuple[int, list[int]]] = []  # the last instruction of a block, and the blocks after it
     for line in lines[starts[-1] + 1 :]:
         if line.startswith("Stage:"):
             break
         if block := NVIDIA_BLOCK.match(line):
-            places[int(block[1])] = len(code)
+            indices[int(block[1])] = len(code)
             code.append(Instruction(Kind.WAIT, amount=0))  # a block may be empty
             following.append([len(code)])
         elif after := NVIDIA_NEXT.match(line):
@@ -341,7 +341,7 @@ def parse_nvidia(lines: Sequence[str]) -> Compiled:
             code.append(nvidia_instruction(match[1] + match[2], bool(NVIDIA_UNIFORM.match(line))))
             following.append([len(code)])
     for last, blocks in jumps:
-        following[last] = [places[number] for number in blocks if number in places]
+        following[last] = [indices[number] for number in blocks if number in indices]
     text = "\n".join(line for line in lines if line[:1].isalpha())
     return Compiled(
         registers=last_number(r"^Num GPRs: (\d+)", text),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from scripts.gpu_compilers.compiled_shader import Compiled, Unreadable
-from scripts.gpu_compilers.gpus import Gpu, Place
+from scripts.gpu_compilers.gpus import Environment, Gpu
 from scripts.gpu_compilers.port_model import Bound, bound
 from scripts.gpu_compilers.recorded_kernels import Selection, calls
 from wgpu_lora.errors import UserError
@@ -88,7 +88,9 @@ class Answers:
         }
 
 
-def ask(gpu: Gpu, subgroup_size: int, place: Place, selection: Selection, raw: Path | None = None) -> Answers:
+def ask(
+    gpu: Gpu, subgroup_size: int, environment: Environment, selection: Selection, raw: Path | None = None
+) -> Answers:
     """What a GPU's compiler makes of everything selected. Raises UserError if it does not even begin.
 
     raw: a directory for all that the compiler prints, with a file for each compute pipeline.
@@ -98,7 +100,7 @@ def ask(gpu: Gpu, subgroup_size: int, place: Place, selection: Selection, raw: P
         before = len(answers.rows)
         options = [str(subgroup_size), json.dumps(asdict(selection)), str(before)]
         child = subprocess.Popen(
-            [*place.command, "-m", "scripts.gpu_compilers.compiler_run", *options],
+            [*environment.command, "-m", "scripts.gpu_compilers.compiler_run", *options],
             cwd="/",
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

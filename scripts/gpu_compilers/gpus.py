@@ -111,7 +111,7 @@ ROOT_SCRIPT = Path(__file__).with_name("root.sh")
 
 
 @dataclass(frozen=True)
-class Place:
+class Environment:
     """command: starts a Python that has this checkout's modules and sees the GPU; its arguments follow."""
 
     command: tuple[str, ...]
@@ -131,21 +131,21 @@ def _environment(gpu: Gpu, shims: str) -> list[str]:
     return ["env", "-i", *(f"{name}={value}" for name, value in values.items())]
 
 
-def place_of(gpu: Gpu, root: Path, in_root: bool = False) -> Place:
+def environment_of(gpu: Gpu, root: Path, in_root: bool = False) -> Environment:
     """Where a GPU's compiler runs; what is missing is installed. Raises UserError if it cannot be."""
     if gpu.newest or in_root:
         if not (root / "venv").is_dir():
             print(f"Making a root of the newest Debian in {root}, which takes some minutes.", file=sys.stderr)
         _run([str(ROOT_SCRIPT), "make", str(root)])
         run = [str(ROOT_SCRIPT), "run", str(root)]
-        return Place((*run, *_environment(gpu, ""), "PYTHONPATH=/checkout", "/venv/bin/python"))
+        return Environment((*run, *_environment(gpu, ""), "PYTHONPATH=/checkout", "/venv/bin/python"))
     if not (DRIVERS / f"{gpu.driver}_icd.json").is_file():
         raise UserError(
             f"Mesa's Vulkan driver '{gpu.driver}' is not installed in {DRIVERS}: install 'mesa-vulkan-drivers' "
             "(Debian, Ubuntu), or use --in-root."
         )
     _run([str(CHECKOUT / "scripts" / "install_vulkan.sh"), "--drm-shim", str(SHIMS)])
-    return Place((*_environment(gpu, f"{SHIMS}/"), f"PYTHONPATH={CHECKOUT}", sys.executable))
+    return Environment((*_environment(gpu, f"{SHIMS}/"), f"PYTHONPATH={CHECKOUT}", sys.executable))
 
 
 def _run(command: list[str]) -> None:

@@ -139,9 +139,9 @@ def test_a_brick_times_its_own_kernels_alone(device: Device, name: str) -> None:
     """Of the layer that they are recorded with, forward and backward."""
     context = mini(device, brick=name)
     (workload,) = WORKLOADS[name](context)
-    timed, *beside = workload.programs()
+    timed, *baseline = workload.programs()
     assert {step.kernel.name for step in timed.dispatches} == set(KERNELS[name])
-    assert bool(beside) == name.startswith("lora")
+    assert bool(baseline) == name.startswith("lora")
     context.close()
 
 
@@ -360,7 +360,7 @@ def test_a_ceiling_is_measured_again_before_it_is_broken(
     monkeypatch.setattr(device_ceilings.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(device_ceilings, "fma_gflops", fma)
     monkeypatch.setattr(device_ceilings, "numpy_gflops", numpy)
-    assert device_ceilings.fma_beside_numpy(Mock()) == expected
+    assert device_ceilings.fma_and_numpy_gflops(Mock()) == expected
     assert fma.call_count == numpy.call_count == len(measured)
 
 

@@ -193,7 +193,7 @@ def test_killed_anywhere(place: Path, monkeypatch: pytest.MonkeyPatch, module: A
 
         with monkeypatch.context() as patched:
             patched.setattr(module, name, dying)
-            patched.setattr(running, "sweep", lambda *args: None)
+            patched.setattr(running, "remove_leftovers", lambda *args: None)
             try:
                 run(chain, ChainWatch())
             except KilledError:

@@ -254,7 +254,7 @@ def test_the_published_steps(tmp_path: Path, device: Device) -> None:
             args.max_length, args.packing,
         )  # fmt: skip
     assert (dpo.args.objective, dpo.args.beta, dpo.args.reference_adapter) == ("dpo", 0.1, str(chain.output / "sft"))
-    assert (dpo.subject.config.r, dpo.subject.config.lora_alpha) == (64, 128)
+    assert (dpo.trainable.config.r, dpo.trainable.config.lora_alpha) == (64, 128)
 
 
 def test_what_it_ends_with(tmp_path: Path) -> None:

@@ -158,8 +158,8 @@ def test_the_own_ray_has_its_own_token(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
     local = LocalRay(tmp_path / "wgl-x")
-    (local.place / "ray").mkdir(parents=True)
-    (local.place / "ray/ray_current_cluster").write_text("127.0.0.1:1\n")
+    (local.directory / "ray").mkdir(parents=True)
+    (local.directory / "ray/ray_current_cluster").write_text("127.0.0.1:1\n")
     assert "RAY_AUTH_TOKEN" not in node_processes.environment(local.environment)  # which goes before the path
     joined = Mock(side_effect=lambda address: Mock(environment=dict(os.environ)))
     monkeypatch.setattr(local_ray, "running_ray", lambda: local)

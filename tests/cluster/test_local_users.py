@@ -41,12 +41,12 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def ray(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalRay:
     """One that runs, though it has no process."""
-    place = tmp_path / "wgl-x"
-    place.mkdir()
-    (place / "token").write_text("t")
-    (state / local_ray.RECORD).write_text(str(place))
-    monkeypatch.setattr(LocalRay, "alive", lambda self: self.place.is_dir())
-    return LocalRay(place)
+    directory = tmp_path / "wgl-x"
+    directory.mkdir()
+    (directory / "token").write_text("t")
+    (state / local_ray.RECORD).write_text(str(directory))
+    monkeypatch.setattr(LocalRay, "alive", lambda self: self.directory.is_dir())
+    return LocalRay(directory)
 
 
 def start_sleep() -> subprocess.Popen[str]:
@@ -68,7 +68,7 @@ def test_the_last_program_ends_it(ray: LocalRay) -> None:
         assert local_ray.running_ray() == ray
         end_unused(lambda: True)
     assert local_ray.running_ray() is None
-    assert not ray.place.exists()
+    assert not ray.directory.exists()
 
 
 def test_a_killed_program_counts_no_more(ray: LocalRay) -> None:
@@ -82,13 +82,13 @@ def test_a_killed_program_counts_no_more(ray: LocalRay) -> None:
 
 def test_a_start_that_was_killed_leaves_no_process(state: Path, tmp_path: Path) -> None:
     instance = LocalRay(tmp_path / "wgl-y")
-    instance.place.mkdir()
-    (instance.place / "token").write_text("t")
-    (state / local_ray.RECORD).write_text(str(instance.place))
+    instance.directory.mkdir()
+    (instance.directory / "token").write_text("t")
+    (state / local_ray.RECORD).write_text(str(instance.directory))
     with subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: f"{instance.mark}/1"}) as process:
         assert local_ray.running_ray() is None
         assert process.wait(60) != 0
-    assert not instance.place.exists()
+    assert not instance.directory.exists()
     assert not (state / local_ray.RECORD).exists()
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from wgpu_lora.cluster.placement.placement import place, refusal
-from wgpu_lora.cluster.placement.placement_field import MOST_JOINED, PendingTask, Place, Placement
+from wgpu_lora.cluster.placement.placement_field import MOST_JOINED, CandidateDevice, PendingTask, Placement
 
 GIB = 2**30
 
@@ -17,11 +17,11 @@ def task(name: str = "a", work: float = 1000.0, memory: int = 4 * GIB, **options
     return PendingTask(name, {"x": memory, "y": memory}, work=work, base="base", base_bytes=2 * GIB, **options)
 
 
-def device(device_id: str, speed: float | None = 10.0, free: int | None = 16 * GIB, **options) -> Place:
-    return Place(device_id, options.pop("plan_class", "x"), free=free, speed=speed, budget=free, **options)
+def device(device_id: str, speed: float | None = 10.0, free: int | None = 16 * GIB, **options) -> CandidateDevice:
+    return CandidateDevice(device_id, options.pop("plan_class", "x"), free=free, speed=speed, budget=free, **options)
 
 
-def busy(name: str, speed: float, seconds: float, memory: int = 16 * GIB, **options) -> Place:
+def busy(name: str, speed: float, seconds: float, memory: int = 16 * GIB, **options) -> CandidateDevice:
     return device(name, speed, 0, active=1, active_bytes=memory, busy_seconds=seconds, **options)
 
 
@@ -49,7 +49,7 @@ UNMEASURED, UNPLANNED = device("c", None, free=32 * GIB), PendingTask("a", {"z":
 
 
 @pytest.mark.parametrize(
-    ("tasks", "places", "expected"),
+    ("tasks", "devices", "expected"),
     [
         pytest.param([NEAR], [device("b"), HAS], {"a": "z"}, id="data of the host"),
         pytest.param([NEAR], [device("b", 20.0), HAS], {"a": "b"}, id="data of a host that is slower"),
@@ -74,8 +74,8 @@ UNMEASURED, UNPLANNED = device("c", None, free=32 * GIB), PendingTask("a", {"z":
         pytest.param([task()], [device("only", None)], {"a": "only"}, id="unmeasured alone"),
     ],
 )  # fmt: skip
-def test_where_tasks_are_placed(tasks, places, expected):
-    assert where(place(tasks, places)) == expected
+def test_where_tasks_are_placed(tasks, devices, expected):
+    assert where(place(tasks, devices)) == expected
 
 
 def test_no_device_is_idle_for_nothing():
@@ -99,7 +99,7 @@ def test_several_jobs_per_device():
 # -- pipelines ---------------------------------------------------------------------------------------------------------
 
 
-def joining(name: str, speedup: float = 1.3, **options) -> Place:
+def joining(name: str, speedup: float = 1.3, **options) -> CandidateDevice:
     return device(name, joined_speedup=speedup, **options)
 
 
@@ -157,24 +157,24 @@ def test_the_bytes_of_a_pipeline_count_its_largest_task_for_each():
 
 
 def test_a_task_of_several_devices_takes_them_at_once_the_fastest_leading():
-    places = [device("a", 5.0), device("b", 10.0), device("c", 1.0)]
-    assert [placement.devices for placement in place([task(devices=2)], places)] == [("b", "a")]
-    assert place([task(devices=4)], places) == []
+    devices = [device("a", 5.0), device("b", 10.0), device("c", 1.0)]
+    assert [placement.devices for placement in place([task(devices=2)], devices)] == [("b", "a")]
+    assert place([task(devices=4)], devices) == []
 
 
 def test_devices_are_kept_for_a_task_of_several_but_not_for_nothing():
-    places = [device("a"), busy("b", 10.0, 60.0)]
+    devices = [device("a"), busy("b", 10.0, 60.0)]
     wide = task("wide", 20_000.0, devices=2)  # begins in 60 s, when b is free
-    assert place([wide, task("long", 1000.0)], places) == []  # it would end in 100 s
-    assert where(place([wide, task("short", 500.0)], places)) == {"short": "a"}
+    assert place([wide, task("long", 1000.0)], devices) == []  # it would end in 100 s
+    assert where(place([wide, task("short", 500.0)], devices)) == {"short": "a"}
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_fits_nowhere_is_refused_with_the_bytes_and_the_nearest_device():
-    places = [device("small"), device("large", free=24 * GIB, name="host2:0")]
-    sentence = refusal("big", {"x": 32 * GIB}, places)
+    devices = [device("small"), device("large", free=24 * GIB, name="host2:0")]
+    sentence = refusal("big", {"x": 32 * GIB}, devices)
     assert sentence is not None
     assert "34,359,738,368 bytes" in sentence
     assert "host2:0, has 24.0 GiB" in sentence

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from wgpu_lora.cluster.cluster_file import JOIN
 from wgpu_lora.cluster.placement.placement import place
-from wgpu_lora.cluster.placement.placement_field import MOST_JOINED, PendingTask, Place, Placement
+from wgpu_lora.cluster.placement.placement_field import MOST_JOINED, CandidateDevice, PendingTask, Placement
 
 CLASSES = ("x", "y")
 ids = st.integers(0, 7).map("d{}".format)
@@ -42,13 +42,13 @@ def pending_tasks(draw: st.DrawFn) -> list[PendingTask]:
 
 
 @st.composite
-def some_places(draw: st.DrawFn) -> list[Place]:
-    places = []
+def some_devices(draw: st.DrawFn) -> list[CandidateDevice]:
+    devices = []
     for name in draw(st.lists(ids, unique=True)):
         slots = draw(st.integers(1, 3))
         active = draw(st.integers(0, slots))
-        places.append(
-            Place(
+        devices.append(
+            CandidateDevice(
                 name,
                 draw(st.sampled_from(CLASSES)),
                 draw(st.sampled_from("uv")),
@@ -64,16 +64,16 @@ def some_places(draw: st.DrawFn) -> list[Place]:
                 out=draw(st.sampled_from(("", "", "", "gone"))),
             )
         )
-    return places
+    return devices
 
 
 @settings(max_examples=30, deadline=None)
-@given(pending_tasks(), some_places(), st.randoms(use_true_random=False))
-def test_every_placement_is_possible(waiting, places, random):
-    placements = place(waiting, places)
-    by_id, by_task = {spot.id: spot for spot in places}, {task.task: task for task in waiting}
-    free = {spot.id: math.inf if spot.free is None else spot.free for spot in places}
-    jobs = {spot.id: spot.active for spot in places}
+@given(pending_tasks(), some_devices(), st.randoms(use_true_random=False))
+def test_every_placement_is_possible(waiting, devices, random):
+    placements = place(waiting, devices)
+    by_id, by_task = {spot.id: spot for spot in devices}, {task.task: task for task in waiting}
+    free = {spot.id: math.inf if spot.free is None else spot.free for spot in devices}
+    jobs = {spot.id: spot.active for spot in devices}
     assert max(Counter(name for item in placements for name in item.tasks).values(), default=1) == 1
     for placement in placements:
         members = [by_task[name] for name in placement.tasks if name in by_task]
@@ -100,15 +100,15 @@ def test_every_placement_is_possible(waiting, places, random):
     assert all(bytes_left >= 0 for name, bytes_left in free.items() if jobs[name] > by_id[name].active)
     assert all(jobs[name] <= by_id[name].jobs_per_device for name in jobs)
     random.shuffle(waiting)
-    random.shuffle(places)
-    assert place(waiting, places) == placements
+    random.shuffle(devices)
+    assert place(waiting, devices) == placements
 
 
 @settings(max_examples=30, deadline=None)
-@given(pending_tasks(), some_places())
-def test_idle_clusters_start_something(waiting, places):
+@given(pending_tasks(), some_devices())
+def test_idle_clusters_start_something(waiting, devices):
     """Where nothing runs that anything could wait for, a task that fits is started."""
-    idle = [replace(spot, active=0, busy_seconds=0.0, active_bytes=0) for spot in places]
+    idle = [replace(spot, active=0, busy_seconds=0.0, active_bytes=0) for spot in devices]
     single = [replace(task, devices=1) for task in waiting]
     fits = any(
         not device.out

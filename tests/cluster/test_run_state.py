@@ -17,7 +17,7 @@ from support.cluster.fake_cluster import device_facts, node_facts
 from wgpu_lora.cluster.controller import run_queue, run_state
 from wgpu_lora.cluster.controller.run_state import DEATHS, FAILURES, NO_ROOM_SECONDS, ClusterState, TaskState, UnitState
 from wgpu_lora.cluster.controller.state_file import read_state_file, state_bytes
-from wgpu_lora.cluster.messages import Commit, Progress, Report, RunRequest, StoredFile, Task
+from wgpu_lora.cluster.messages import Commit, Report, RunRequest, StoredFile, Task, TaskProgress
 from wgpu_lora.cluster.placement.placement import place
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.memory import RunRequirements
@@ -52,7 +52,7 @@ class Lab:
         """Place what waits."""
         waiting = run_queue.Queue().waiting_units(self.state, 1, self.now)
         units = []
-        for placement in place(waiting, run_queue.places(self.state, 1, self.now), self.now):
+        for placement in place(waiting, run_queue.candidate_devices(self.state, 1, self.now), self.now):
             units.append(run_state.join_units(self.state, placement.tasks))
             assert not any(self.state.devices[name].out for name in placement.devices)
             run_state.start_unit(self.state, units[-1], placement.devices, placement.peak_bytes, self.now)
@@ -71,7 +71,7 @@ class Lab:
         return run_state.accept_commit(self.state, Commit(unit.id, number, steps, files, ["a", "b"], final))
 
     def report(self, unit: UnitState, step: int, ended: str | None = None, **more: Any) -> None:
-        progress = {name: Progress(step, STEPS, loss=1.0) for name in unit.tasks}
+        progress = {name: TaskProgress(step, STEPS, loss=1.0) for name in unit.tasks}
         run_state.take_report(self.state, unit, Report(progress, ended=ended, **more), self.now)
 
     def fail(self, unit: UnitState, device: str) -> None:
@@ -446,7 +446,7 @@ def test_the_state_file_has_all_of_it(tmp_path: Path) -> None:
     file = tmp_path / "state.json"
     file.write_bytes(state_bytes(lab.state))
     assert read_state_file(file) == lab.state
-    lab.task("one").progress = Progress(3, loss=float("nan"))
+    lab.task("one").progress = TaskProgress(3, loss=float("nan"))
     file.write_bytes(state_bytes(lab.state))
     assert read_state_file(file).tasks["r/one"].progress.loss is None
     file.write_text(json.dumps({"version": 1}))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wgpu_lora.cluster.messages import Progress, RunRequirements, RunView, Snapshot, Task, TaskView
+from wgpu_lora.cluster.messages import RunRequirements, RunView, Snapshot, Task, TaskProgress, TaskView
 from wgpu_lora.cluster.sweep import (
     SweepOptions,
     grid_of,
@@ -153,7 +153,7 @@ def test_what_plans_say_about_comparing() -> None:
 
 def test_the_best_comes_first_and_failed_ones_last(tmp_path: Path) -> None:
     def view(name: str, state: str, best: float | None, run: str = "r") -> TaskView:
-        progress = Progress(step=5, total_steps=9, loss=1.0, eval_loss=9.0, best_eval_loss=best)
+        progress = TaskProgress(step=5, total_steps=9, loss=1.0, eval_loss=9.0, best_eval_loss=best)
         return TaskView(run, name, state, None, progress, str(tmp_path / "out" / name), params={"lora_r": len(name)})
 
     (tmp_path / "out").mkdir()

@@ -300,7 +300,7 @@ def unpacked(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def exact_rows(bits: int) -> np.ndarray:
-    """Rows that a type holds exactly: every code, and all kinds of scales and lows. [6, 512]"""
+    """Rows that a type holds exactly: every code, and all kinds of scales and minima. [6, 512]"""
     rng = np.random.Generator(np.random.PCG64(bits))
     size = 16 if bits == 6 else 32
     codes = rng.integers(-32, 32, (12, SUPER // size, size)) if bits == 6 else rng.integers(0, 2**bits, (12, 8, size))
@@ -310,9 +310,9 @@ def exact_rows(bits: int) -> np.ndarray:
         scales[:, 3] = -128
         return (codes * scales * 2.0**-12).astype(np.float32).reshape(6, 512)
     codes[:, :, 0], codes[:, :, 1] = 0, 2**bits - 1
-    scales, lows = rng.integers(1, 64, (12, 8, 1)), rng.integers(0, 64, (12, 8, 1))
-    scales[:, 2] = lows[:, 5] = 63
-    return (codes * scales * 2.0**-10 - lows * 2.0**-8).astype(np.float32).reshape(6, 512)
+    scales, minima = rng.integers(1, 64, (12, 8, 1)), rng.integers(0, 64, (12, 8, 1))
+    scales[:, 2] = minima[:, 5] = 63
+    return (codes * scales * 2.0**-10 - minima * 2.0**-8).astype(np.float32).reshape(6, 512)
 
 
 def random_weights(kind: str, rows: int = 64) -> np.ndarray:

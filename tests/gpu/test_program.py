@@ -38,11 +38,11 @@ def lifetimes(spans: Spans) -> dict[Storage, tuple[int, int]]:
 def test_what_lives_together_never_overlaps(spans: Spans) -> None:
     lives = lifetimes(spans)
     plan = plan_arenas(lives, MAX_ARENA, MAX_ARENA)
-    places = [(s, *plan.places[s], *lives[s]) for s in lives]
-    for i, (buffer, arena, offset, first, last) in enumerate(places):
+    locations = [(s, *plan.locations[s], *lives[s]) for s in lives]
+    for i, (buffer, arena, offset, first, last) in enumerate(locations):
         assert offset % ALIGNMENT == 0
         assert offset + buffer.nbytes <= plan.sizes[arena] <= MAX_ARENA
-        for other, other_arena, other_offset, other_first, other_last in places[:i]:
+        for other, other_arena, other_offset, other_first, other_last in locations[:i]:
             if arena == other_arena and first <= other_last and other_first <= last:
                 assert offset + buffer.nbytes <= other_offset or other_offset + other.nbytes <= offset
     assert all(size % ALIGNMENT == 0 for size in plan.sizes)

@@ -464,7 +464,7 @@ def test_pieces_of_prompts_change_no_bits(device: Device, rng: np.random.Generat
     try:
         for rooms in ([128], [0, 16, 48, 24, 64, 17, 128]):
             step = itertools.count()
-            engine._room_beside = lambda decoding, step=step, rooms=rooms: rooms[next(step) % len(rooms)]
+            engine._prompt_room = lambda decoding, step=step, rooms=rooms: rooms[next(step) % len(rooms)]
             requests = [
                 Request(list(ids), None, max_new_tokens=8, logprobs=2, prompt_logprobs=i == 3)
                 for i, ids in enumerate(many)

@@ -334,7 +334,7 @@ def test_longrope_has_two_tables_in_turns():
     np.testing.assert_allclose(values[2, 0, :, 0], factor * np.cos(2 * plain / LONG["short_factor"]), rtol=1e-6)
     np.testing.assert_allclose(values[2, 1, :, 1], factor * np.sin(2 * plain / LONG["long_factor"]), rtol=1e-6)
     rows = Rows.causal(*np.arange(10).reshape(5, 2), lengths=np.array([128, 129]))
-    assert list(table.places.values(rows)) == [0, 3]
+    assert list(table.table_rows.values(rows)) == [0, 3]
 
 
 def test_partial_rotary_embedding():

@@ -150,7 +150,7 @@ def test_what_is_saved_has_the_names_of_the_text_part(device: Device, base: Path
         job.train()
     config, placed = config_of(base), {}
     session: Any = SimpleNamespace(model=job.session.model, place_initial=lambda _, matrices: placed.update(matrices))
-    job.run.subject.load_initial(session, 0, job.run.resumed_from)  # what a diverged run goes back to
+    job.run.trainable.load_initial(session, 0, job.run.resumed_from)  # what a diverged run goes back to
     assert list(placed) == list(read_adapter_for(config, whole)[1])
     before, after = (read_adapter_for(config, directory)[0] for directory in (whole, saved))
     names = {tensor_name(module, factor) for module in config.lora_modules for factor in "AB"}

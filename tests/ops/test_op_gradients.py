@@ -33,13 +33,13 @@ from wgpu_lora.ops.elementwise import (
 from wgpu_lora.ops.embedding import cap_gradient, cap_logits
 from wgpu_lora.ops.loss import loss
 from wgpu_lora.ops.loss.loss import (
-    SweepGradient,
     Targets,
+    VocabularyGradient,
     logprob_gradient,
     seed,
     softmax_chunk,
-    sweep,
     target_logprobs,
+    vocabulary_logprobs,
 )
 from wgpu_lora.ops.matmul.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
 from wgpu_lora.ops.norm import rmsnorm_backward, rmsnorm_forward
@@ -161,7 +161,7 @@ def test_attention_that_sees_nothing_is_zero(rng: np.random.Generator) -> None:
 def cross_entropy(
     hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, weight: np.ndarray, chunk: int, cap: float = 0.0
 ) -> Any:
-    """The sweep of ops/loss/loss.py: (-log p, gradient of the sum of those times weight by hidden)."""
+    """The pass of ops/loss/loss.py: (-log p, gradient of the sum of those times weight by hidden)."""
     rows, cols = hidden.shape
     state, rescale, dh = np.full((rows, 4), np.nan), np.full(rows, np.nan), np.full((rows, cols), np.nan)
     for first in range(0, len(head), chunk):
@@ -241,7 +241,7 @@ def test_dropout_keeps_its_share_and_the_mean(rng: np.random.Generator) -> None:
     assert abs(((y == 0) & (other == 0)).mean() - p * p) < 0.01  # modules draw independently
 
 
-# -- the sweep over the vocabulary -------------------------------------------------------------------------------------
+# -- the pass over the vocabulary --------------------------------------------------------------------------------------
 
 
 ROWS, VOCAB, COLS, KEPT, TEMPERATURE = 6, 300, 20, 3, 2.0
@@ -284,16 +284,17 @@ def test_all_derivatives_reach_the_hidden_states(
         upload_values("count", np.array([ROWS]), "u32"),
     )
     support = upload_values("support", ids, "u32")
-    swept = sweep(rec, hidden, head, at, temperatures=(1.0, TEMPERATURE), supports=[support])
+    vocabulary = vocabulary_logprobs(rec, hidden, head, at, temperatures=(1.0, TEMPERATURE), supports=[support])
     by_rest = {t: [upload_values(f"rest {t}", values)] for t, values in rests.items()}
     seed(
-        swept, SweepGradient({1.0: upload_values("weights", weights)}, by_rest, {support: upload_values("beta", beta)})
+        vocabulary,
+        VocabularyGradient({1.0: upload_values("weights", weights)}, by_rest, {support: upload_values("beta", beta)}),
     )
     rec.backward()
     out = persistent((ROWS, COLS), "f32", "workspace", "out")
     program.dispatch(copy, rec.gradient(hidden), out, size=out.size)
     logprobs = persistent((ROWS,), "f32", "workspace", "logprobs")
-    program.dispatch(copy, swept.logprobs, logprobs, size=ROWS)
+    program.dispatch(copy, vocabulary.logprobs, logprobs, size=ROWS)
     with allocated(device, program, {tensor.storage for tensor, _ in uploads}) as arena:
         program.build(arena)
         for tensor, values in uploads:

@@ -19,7 +19,7 @@ from wgpu_lora.cli.proof.checks import (
     devices_compute,
     gradients_agree,
     losses_fall,
-    training_beside_evaluating,
+    training_and_evaluation,
     work_happened_on_the_device,
 )
 from wgpu_lora.cli.proof.proof_context import (
@@ -103,8 +103,14 @@ def training(losses: list[float], heldout: float = 0.5, **changes: Any) -> Train
     used = UsedDevice("a", "d", "Vulkan", "discrete", 32, False)
     state = SimpleNamespace(step=len(losses), seconds=1.0)
     record = SimpleNamespace(stop_reason="max steps", environment=SimpleNamespace(device=used), state=state)
-    beside = [Evaluated(EVALUATED, 3)]
-    values = {"code": 0, "reason": "it ended", "beside": beside, "devices": [0, 1], "record": record} | changes
+    evaluations = [Evaluated(EVALUATED, 3)]
+    values = {
+        "code": 0,
+        "reason": "it ended",
+        "evaluations": evaluations,
+        "devices": [0, 1],
+        "record": record,
+    } | changes
     return Training(**{"directory": Path("run"), "before": EVALUATED, "log": log} | values)
 
 
@@ -117,21 +123,21 @@ def evaluated(steps: int = 3, **changes: Any) -> list[Evaluated]:
     [
         ({}, "passed"),
         ({"code": 1}, "failed"),
-        ({"beside": [Evaluated({}, 0, "evaluate ended with exit code 2: no")]}, "failed"),
-        ({"beside": []}, "failed"),
-        ({"beside": evaluated(0)}, "not run"),
-        ({"beside": evaluated(0), "devices": [0]}, "passed"),
-        ({"beside": evaluated(0), "code": 1}, "failed"),
-        ({"beside": evaluated(loss=1.0005)}, "passed"),
-        ({"beside": evaluated(loss=1.002)}, "failed"),
-        ({"beside": evaluated(loss=math.nan)}, "failed"),
-        ({"beside": evaluated(loss=None)}, "failed"),
-        *(({"beside": evaluated(device=DEVICE | {fact: "another"})}, "failed") for fact in DEVICE),
+        ({"evaluations": [Evaluated({}, 0, "evaluate ended with exit code 2: no")]}, "failed"),
+        ({"evaluations": []}, "failed"),
+        ({"evaluations": evaluated(0)}, "not run"),
+        ({"evaluations": evaluated(0), "devices": [0]}, "passed"),
+        ({"evaluations": evaluated(0), "code": 1}, "failed"),
+        ({"evaluations": evaluated(loss=1.0005)}, "passed"),
+        ({"evaluations": evaluated(loss=1.002)}, "failed"),
+        ({"evaluations": evaluated(loss=math.nan)}, "failed"),
+        ({"evaluations": evaluated(loss=None)}, "failed"),
+        *(({"evaluations": evaluated(device=DEVICE | {fact: "another"})}, "failed") for fact in DEVICE),
     ],
 )
 def test_training_beside_evaluating(changes: dict[str, Any], want: str) -> None:
     run = training([1.0] * 20, **changes)
-    assert status(training_beside_evaluating, training=run, devices={"devices": [DEVICE] * 2}) == want
+    assert status(training_and_evaluation, training=run, devices={"devices": [DEVICE] * 2}) == want
 
 
 STEPS = """
@@ -151,21 +157,21 @@ for _ in sys.stdin:
 def test_evaluations_go_on_until_one_computes_during_steps(tmp_path: Path) -> None:
     """Stand-ins for the jobs: a step every tenth of a second, and evaluations that compute for part of their time."""
 
-    def beside(*evaluate: str) -> list[Evaluated]:
+    def records(*evaluate: str) -> list[Evaluated]:
         def start(name: str, *code: str) -> Worker:
             return Worker(
-                "stub", {}, name=name, program=[sys.executable, "-c", *code], place=tmp_path, interactive=True
+                "stub", {}, name=name, program=[sys.executable, "-c", *code], directory=tmp_path, interactive=True
             )
 
         with start("finetune", STEPS) as finetune, start("evaluate", *evaluate) as evaluating:
             return list(evaluations(evaluating, finetune))
 
-    (record,) = beside(EVALUATE, "0.5", "0.5")
+    (record,) = records(EVALUATE, "0.5", "0.5")
     assert 3 <= record.steps <= 6
-    without = beside(EVALUATE, "0.1", "0")
+    without = records(EVALUATE, "0.1", "0")
     assert len(without) > 1
     assert not any(item.steps for item in without)
-    (failed,) = beside("import sys; sys.exit(3)")
+    (failed,) = records("import sys; sys.exit(3)")
     assert failed.failed == "evaluate ended with exit code 3: no message"
 
 

@@ -16,7 +16,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.files.atomic import file_digest
 from wgpu_lora.protect.runs import protected_job as jobs
 from wgpu_lora.protect.runs.protected_job import ProtectedJob
-from wgpu_lora.protect.runs.protected_run import _check_beside
+from wgpu_lora.protect.runs.protected_run import _check_other_models
 
 URL = "http://127.0.0.1:1"
 
@@ -154,10 +154,10 @@ def test_models_beside_the_base_are_measured(hospital: Hospital) -> None:
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()
     assert digests["reference_adapter"] == {"name": "reference", "sha256": digest, "bytes": 25}
     attested: Any = SimpleNamespace(job=job, data=digests)
-    _check_beside(attested)
+    _check_other_models(attested)
     (adapter / "more" / "c").write_text("another")
     with pytest.raises(UserError, match="changed since it was attested"):
-        _check_beside(attested)
+        _check_other_models(attested)
     shutil.rmtree(adapter)
     with pytest.raises(UserError, match="cannot be attested"):
         job.digests()

@@ -20,7 +20,7 @@ from support.training.reports import copied, page_of, profile_of
 
 from wgpu_lora.cli.app import main
 from wgpu_lora.cli.report.finished_runs import read_runs
-from wgpu_lora.cli.report.line_chart import Line, Scale, line_chart, short, smoothed, thinned
+from wgpu_lora.cli.report.line_chart import Scale, Series, line_chart, short, smoothed, thinned
 from wgpu_lora.cli.report.page import best_run_sentence, compare, costs, losses, table
 from wgpu_lora.cli.report.run_charts import PLOTS, lengths_differ, plots
 from wgpu_lora.files.locks import locked
@@ -191,14 +191,14 @@ def test_a_short_run_is_readable_beside_a_long_one(runs: Path) -> None:
 
 
 def test_charts_take_what_they_get() -> None:
-    chart = line_chart([Line("a", [(1, math.nan), (2, 5.0)]), Line("b", [(3, math.inf)])], "x", "y")
+    chart = line_chart([Series("a", [(1, math.nan), (2, 5.0)]), Series("b", [(3, math.inf)])], "x", "y")
     assert [line.name for line in chart.lines] == ["a"]
     assert not line_chart([], "x", "y").lines
-    close = line_chart([Line("a", [(1, 1.7), (2, 1.5)])], "x", "y")
+    close = line_chart([Series("a", [(1, 1.7), (2, 1.5)])], "x", "y")
     assert "0" not in [text for _, text in close.y_ticks]  # else it would be one flat line
     far = [(0, -1e308), (1, 1e308), (2, 5e-324), (3, 1e-320)]
-    assert line_chart([Line("a", far)], "x", "y", log=True).lines[0].path.count("L") == 1
-    flat = line_chart([Line("a", [(0, 0.0), (5, 0.0)])], "x", "y")
+    assert line_chart([Series("a", far)], "x", "y", log=True).lines[0].path.count("L") == 1
+    flat = line_chart([Series("a", [(0, 0.0), (5, 0.0)])], "x", "y")
     assert flat.lines[0].path == "M0 1000L1000 1000"
     spike = [(i / 10_000, 9.0 if i == 777 else 0.0) for i in range(10_000)]
     assert max(thinned(spike), key=lambda point: point[1]) == spike[777]
@@ -237,11 +237,14 @@ def test_numbers_in_few_characters() -> None:
 
 
 def test_a_pipelines_directory_stands_for_its_adapters(
-    finished_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished_multi_adapter_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(shutil.copytree(finished_pipeline / "run", tmp_path / "run"))
+    monkeypatch.chdir(shutil.copytree(finished_multi_adapter_run / "run", tmp_path / "run"))
     state = json.dumps(vars(read_multi_adapter_state(Path("pipeline"))))  # which names the place of the training
-    moved = state.replace(str(finished_pipeline / "run"), str(tmp_path / "run"))
+    moved = state.replace(str(finished_multi_adapter_run / "run"), str(tmp_path / "run"))
     write_multi_adapter_state(Path("pipeline"), MultiAdapterState(**json.loads(moved)))
     assert main(["report", "pipeline"]) == 0
     out = capsys.readouterr().out

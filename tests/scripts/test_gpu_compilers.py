@@ -42,7 +42,7 @@ from scripts.gpu_compilers.compiler_report import (
     to_json,
 )
 from scripts.gpu_compilers.compiler_run import MARKER, Answers, Row, ask
-from scripts.gpu_compilers.gpus import GPUS, Place
+from scripts.gpu_compilers.gpus import GPUS, Environment
 from scripts.gpu_compilers.port_model import ADA, M1, RDNA1, RDNA3, RDNA4, Rates, bound
 from scripts.gpu_compilers.recorded_kernels import Selection
 from tests.support import FIXTURES
@@ -166,7 +166,7 @@ def test_a_compiler_that_crashes_is_started_again_behind_the_crash(tmp_path: Pat
         for call in 1 2; do echo '{MARKER}{json.dumps({"call": CALL})}'; cat {FIXTURES}/gpu_compilers/amd.txt; done
         echo '{MARKER}{{"end": true}}'"""
     )
-    answers = ask(GPUS["rdna3"], 32, Place(("sh", str(child))), Selection())
+    answers = ask(GPUS["rdna3"], 32, Environment(("sh", str(child))), Selection())
     crashed, *remaining = answers.rows
     assert answers.device == "RX"
     assert crashed.compiled is None
@@ -174,7 +174,7 @@ def test_a_compiler_that_crashes_is_started_again_behind_the_crash(tmp_path: Pat
     assert [row.compiled for row in remaining] == [SPILLING["rdna3"][1]] * 2
     child.write_text("echo no device; exit 3")
     with pytest.raises(UserError, match=r"nothing was compiled \(exit code 3\):\s+no device"):
-        ask(GPUS["rdna3"], 32, Place(("sh", str(child))), Selection())
+        ask(GPUS["rdna3"], 32, Environment(("sh", str(child))), Selection())
 
 
 def test_what_is_missing_is_one_sentence(
@@ -388,7 +388,7 @@ def test_a_program_that_a_driver_prints_once_counts_once(tmp_path: Path) -> None
         echo; echo '{MARKER}{json.dumps({"call": other})}'; echo
         echo '{MARKER}{{"end": true}}'"""
     )
-    answers = ask(GPUS["rdna3"], 32, Place(("sh", str(child))), Selection())
+    answers = ask(GPUS["rdna3"], 32, Environment(("sh", str(child))), Selection())
     first, second = answers.rows
     assert (first.compiled, second.compiled) == (SPILLING["rdna3"][1], SPILLING["rdna3"][1])
     assert (first.repeated, second.repeated) == (False, True)

@@ -61,11 +61,13 @@ def test_runs(
         assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_pipeline_has_an_entry_for_each_adapter(finished_pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WGPU_LORA_DATA_DIR", str(finished_pipeline / "data"))
+def test_a_pipeline_has_an_entry_for_each_adapter(
+    finished_multi_adapter_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WGPU_LORA_DATA_DIR", str(finished_multi_adapter_run / "data"))
     entries = RunLog().read().entries
     assert [(entry.adapter, entry.status) for entry in entries] == [(name, "finished") for name in "abc"]
-    assert {entry.pipeline for entry in entries} == {str(finished_pipeline / "run" / "pipeline")}
+    assert {entry.pipeline for entry in entries} == {str(finished_multi_adapter_run / "run" / "pipeline")}
 
 
 def test_a_run_that_fails_or_is_stopped(log: RunLog, tmp_path: Path) -> None:

@@ -285,17 +285,17 @@ class Passing:
 
     def train(self, device: Device, args: TrainingArguments, stop: int = 0) -> RunRecord:
         job: Job = prepare_job(args, open_model(str(args.model), device, args.base_dtype))
-        save, before = AdapterRun.save, type(job.run.subject).before_step
+        save, before = AdapterRun.save, type(job.run.trainable).before_step
         passing = self
 
         def slow_save(run: AdapterRun, *arguments: Any) -> None:
             passing.time.now += 4
             save(run, *arguments)
 
-        def slow_step(subject: Any, session: Any, ending: bool) -> None:
+        def slow_step(trainable: Any, session: Any, ending: bool) -> None:
             passing.time.now += 3
             passing.snapped.append(ending)
-            before(subject, session, ending)
+            before(trainable, session, ending)
 
         def step(result: StepResult) -> bool:
             passing.results.append(result)
@@ -308,7 +308,7 @@ class Passing:
 
         with self.monkeypatch.context() as patch:
             patch.setattr(AdapterRun, "save", slow_save)
-            patch.setattr(type(job.run.subject), "before_step", slow_step)
+            patch.setattr(type(job.run.trainable), "before_step", slow_step)
             return job.train(hearing(step=step, evaluating=evaluating))
 
 

@@ -18,8 +18,8 @@ from support.training.shared_runs import (
     edit_json,
     files_of,
     killed_run,
-    pipeline_adapters,
-    pipeline_options,
+    multi_adapter_options,
+    multi_adapter_tasks,
     result,
     run_options,
 )
@@ -264,7 +264,7 @@ def test_leftovers_of_killed_processes_are_swept(run: Run, finished_run: Path) -
 # -- pipelines ---------------------------------------------------------------------------------------------------------
 
 
-class Pipeline:
+class MultiAdapterRun:
     """A copy of a pipeline."""
 
     def __init__(self, model: LoadedModel, place: Path):
@@ -272,8 +272,8 @@ class Pipeline:
         self.state = json.loads((self.home / STATE).read_text())["state"]
 
     def resume(self) -> None:
-        how = pipeline_options(max_steps=4, save_steps=1, output=str(self.home), resume=True)
-        MultiAdapterPipeline(pipeline_adapters(self.place, "run"), self.model, **how).train()
+        how = multi_adapter_options(max_steps=4, save_steps=1, output=str(self.home), resume=True)
+        MultiAdapterPipeline(multi_adapter_tasks(self.place, "run"), self.model, **how).train()
 
     def refused(self, *words: str) -> None:
         refused(self.run, self.resume, *words)
@@ -287,46 +287,46 @@ class Pipeline:
 
 
 @pytest.fixture
-def pipeline(qwen2: LoadedModel, finished_pipeline: Path, tmp_path: Path) -> Pipeline:
-    return Pipeline(qwen2, Path(shutil.copytree(finished_pipeline, tmp_path / "place")))
+def multi_adapter_run(qwen2: LoadedModel, finished_multi_adapter_run: Path, tmp_path: Path) -> MultiAdapterRun:
+    return MultiAdapterRun(qwen2, Path(shutil.copytree(finished_multi_adapter_run, tmp_path / "place")))
 
 
-def test_leftovers_in_a_pipeline_are_swept(pipeline: Pipeline) -> None:
+def test_leftovers_in_a_pipeline_are_swept(multi_adapter_run: MultiAdapterRun) -> None:
     for name in ("a/.last.previous", "a/..next.tmp", "b/.epoch-1.tmp", "b/.best.old", "b/..best.tmp.ab12_x9z.tmp"):
-        (pipeline.run / name).mkdir()
-    (pipeline.home / ".state.json.ab12_x9z.tmp").write_text("x")
-    (pipeline.home / ".mine").write_text("x")
-    pipeline.resume()
-    hidden = {path.name for path in pipeline.run.rglob(".*")} - {".lock", ".run.json"}
+        (multi_adapter_run.run / name).mkdir()
+    (multi_adapter_run.home / ".state.json.ab12_x9z.tmp").write_text("x")
+    (multi_adapter_run.home / ".mine").write_text("x")
+    multi_adapter_run.resume()
+    hidden = {path.name for path in multi_adapter_run.run.rglob(".*")} - {".lock", ".run.json"}
     assert hidden == {".mine"}
 
 
-def test_a_damaged_checkpoint_of_one_adapter(pipeline: Pipeline) -> None:
-    last = pipeline.run / "b" / "last"
+def test_a_damaged_checkpoint_of_one_adapter(multi_adapter_run: MultiAdapterRun) -> None:
+    last = multi_adapter_run.run / "b" / "last"
     for name in (*FILES, MANIFEST):
         good = (last / name).read_bytes()
         middle = len(good) // 2
         (last / name).write_bytes(good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :])
-        pipeline.refused(f"The checkpoint {last} is damaged", "" if name == MANIFEST else name)
+        multi_adapter_run.refused(f"The checkpoint {last} is damaged", "" if name == MANIFEST else name)
         (last / name).write_bytes(good)
-    shutil.rmtree(pipeline.run / "b" / "best")
+    shutil.rmtree(multi_adapter_run.run / "b" / "best")
     (last / WEIGHTS).unlink()
-    offer = f"{pipeline.run / 'b' / 'epoch-2'}, which is intact"
-    pipeline.refused("adapter_model.safetensors is missing", offer, "init_adapter")
+    offer = f"{multi_adapter_run.run / 'b' / 'epoch-2'}, which is intact"
+    multi_adapter_run.refused("adapter_model.safetensors is missing", offer, "init_adapter")
     shutil.rmtree(last)
-    shutil.copytree(pipeline.run / "c" / "last", last)
-    pipeline.refused()
+    shutil.copytree(multi_adapter_run.run / "c" / "last", last)
+    multi_adapter_run.refused()
 
 
-def test_a_state_that_no_pipeline_has(pipeline: Pipeline) -> None:
-    record, path = pipeline.state, pipeline.home / STATE
+def test_a_state_that_no_pipeline_has(multi_adapter_run: MultiAdapterRun) -> None:
+    record, path = multi_adapter_run.state, multi_adapter_run.home / STATE
     good, request = path.read_bytes(), record["request"]
     texts = [b"", b"[]", b"[" * 100_000, b"\xff", b'{"step": 1}', b"null"]
     for place in np.linspace(0, len(good) - 3, 12).astype(int):
         texts.append(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
     for text in texts:
         path.write_bytes(text)
-        pipeline.refused("The pipeline's state")
+        multi_adapter_run.refused("The pipeline's state")
     odd = [record | change for change in (
         {"step": -1}, {"step": "2"}, {"step": None}, {"steps": []}, {"steps": {**record["steps"], "a": 1.0}},
         {"ended": {"a": 1}}, {"identity": []}, {"policy": None}, {"more": 1}, {"policy": {"last": 1}},
@@ -335,19 +335,19 @@ def test_a_state_that_no_pipeline_has(pipeline: Pipeline) -> None:
         {"request": request | {"adapters": 3}}, {"request": request | {"batch_tokens": "64"}},
     )]  # fmt: skip
     for state in (*odd, {name: value for name, value in record.items() if name != "policy"}):
-        pipeline.write(state)
-        pipeline.refused("The pipeline's state")
+        multi_adapter_run.write(state)
+        multi_adapter_run.refused("The pipeline's state")
 
 
 PATHS = ["a" * 300, "a/" * 3000, "a\0b", "\ud800", 3, ["x"], {"x": 1}, None, True]
 
 
-def test_recorded_paths_that_lead_nowhere(pipeline: Pipeline, tmp_path: Path) -> None:
+def test_recorded_paths_that_lead_nowhere(multi_adapter_run: MultiAdapterRun, tmp_path: Path) -> None:
     for path in (*PATHS, "/tmp", "../nowhere", ""):
         (tmp_path / "member.json").write_text(json.dumps({"pipeline": path}))
         with pytest.raises(UserError):
             finetune(output=str(tmp_path), resume=True)
-    request = pipeline.state["request"]
+    request = multi_adapter_run.state["request"]
     adapter = request["adapters"][0]
     places = {"model": request["options"], "directory": request, "data": adapter, "checkpoint": adapter}
     for name in ("data", "checkpoint", "eval_data", "init_adapter", "model", "directory"):
@@ -355,11 +355,13 @@ def test_recorded_paths_that_lead_nowhere(pipeline: Pipeline, tmp_path: Path) ->
         before = dict(place)
         for path in PATHS:
             place[name] = path
-            pipeline.write(pipeline.state)
+            multi_adapter_run.write(multi_adapter_run.state)
             refusal = ""
             try:
-                options = resumed_options({}, pipeline.home, "it")
-                tasks = tasks_of_request(read_multi_adapter_state(pipeline.home).request, pipeline.home)
+                options = resumed_options({}, multi_adapter_run.home, "it")
+                tasks = tasks_of_request(
+                    read_multi_adapter_state(multi_adapter_run.home).request, multi_adapter_run.home
+                )
                 assert all(task.arguments(options) for task in tasks)
             except UserError as error:
                 refusal = str(error)

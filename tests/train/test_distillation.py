@@ -377,7 +377,7 @@ def test_caches_that_do_not_fit(device: Device, tmp_path: Path) -> None:
 POSITIONS, TOKENS = 6, 13
 
 
-def taught(logits: np.ndarray, top_k: int, temperature: float, targets: np.ndarray) -> TeacherRows:
+def sparse_rows(logits: np.ndarray, top_k: int, temperature: float, targets: np.ndarray) -> TeacherRows:
     """What a teacher with these logits says, who keeps all others as random tokens."""
     ids = np.argsort(-logits, axis=1, kind="stable").astype(np.uint32)
     lse = np.logaddexp.reduce(logits, 1)
@@ -389,7 +389,7 @@ def taught(logits: np.ndarray, top_k: int, temperature: float, targets: np.ndarr
 def scored(
     logits: np.ndarray, rows: TeacherRows, weights: np.ndarray, temperature: float, **constants: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(the loss of each row, its derivatives by all logits), as the sweep computes them."""
+    """(the loss of each row, its derivatives by all logits), as the pass computes them."""
     top_k = rows.ids.shape[1] - 1
     used = np.arange(top_k + 1) < top_k + (rows.target_columns == top_k)[:, None]
     ids = np.where(used, rows.ids, 0).astype(int)
@@ -437,7 +437,7 @@ def test_gradients_are_those_of_the_loss(top_k: int, temperature: float, constan
     rng = np.random.default_rng(0)
     logits, teacher = 2 * rng.standard_normal((2, POSITIONS, TOKENS))
     targets, weights = rng.integers(0, TOKENS, POSITIONS), rng.random(POSITIONS) + 0.5
-    rows = taught(teacher, top_k, temperature, targets)
+    rows = sparse_rows(teacher, top_k, temperature, targets)
     _, gradient = scored(logits, rows, weights, temperature, **constants)
     for v in range(TOKENS):
         step = np.zeros_like(logits)
@@ -451,7 +451,7 @@ def test_a_student_that_is_sure(gap: float) -> None:
     """The bucket's share is e^-gap, which 1 minus the others would not tell from 0."""
     logits, teacher = np.zeros((1, TOKENS)), np.zeros((1, TOKENS))
     logits[0, 0], teacher[0, 0] = gap, 3.0
-    rows = taught(teacher, 1, 1.0, np.array([0]))
+    rows = sparse_rows(teacher, 1, 1.0, np.array([0]))
     loss, gradient = scored(logits, rows, np.ones(1), 1.0, forward=True)
     p = 1 / (1 + 12 * np.exp(-3.0))
     assert loss[0] == pytest.approx(p * np.log(p) + (1 - p) * (np.log(1 - p) - np.log(12) + gap), rel=1e-5)
@@ -481,7 +481,7 @@ def test_torch_agrees(beta: float, temperature: float) -> None:
         of_teacher, of_student = (kl_div(mix, own, reduction="none", log_target=True) for own in (lp, lq))
         terms = beta * of_teacher + (1 - beta) * of_student
     terms.sum().backward()
-    rows = taught(teacher, TOKENS, temperature, np.zeros(POSITIONS, int))
+    rows = sparse_rows(teacher, TOKENS, temperature, np.zeros(POSITIONS, int))
     flags = {"forward": beta == 0, "reverse": beta == 1, "beta": beta}
     losses, gradient = scored(student, rows, np.ones(POSITIONS), temperature, **flags)
     np.testing.assert_allclose(losses, terms.sum(-1).detach().numpy(), rtol=1e-6)

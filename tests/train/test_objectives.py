@@ -18,7 +18,7 @@ from support.training.training import assert_gradient_is_slope, golden_arguments
 
 from wgpu_lora.data import Row
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, Fixed, In, InOut, Kernel, Out, kernel, linear_grid
+from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, In, InOut, Kernel, Out, ReadOnly, kernel, linear_grid
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.infer.perplexity import Evaluator
 from wgpu_lora.models.batch_inputs import Segment
@@ -107,7 +107,7 @@ def pairwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     @kernel(str(tmp_path / "pairwise.wgsl"), grid=lambda c: linear_grid(c.size), lib=("linear",))
     def pairwise_scores(
-        logprobs: In, members: Fixed, reference: Fixed, group_weights: Fixed, values: Fixed, weights: InOut,
+        logprobs: In, members: ReadOnly, reference: ReadOnly, group_weights: ReadOnly, values: ReadOnly, weights: InOut,
         losses: Out, margins: Out, *, size: U32, scale: F32,
     ) -> Any:  # fmt: skip
         """loss = -log sigmoid(scale margin), and each token's weight in it."""

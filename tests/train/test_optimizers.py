@@ -15,7 +15,7 @@ from support.training.training import golden_arguments
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, Fixed, In, InOut, Kernel, Out, kernel, linear_grid
+from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, In, InOut, Kernel, Out, ReadOnly, kernel, linear_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.gradient_norm import BLOCK
@@ -111,13 +111,15 @@ def momentum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     @kernel(str(shaders["check"]), grid=lambda c: linear_grid(c.size // BLOCK), lib=("linear",), structs=(Hyper,))
     def momentum_check(
-        params: In, grads: In, momentum: In, block_owners: Fixed, hyper: Fixed, report: In, diverged: Out, *, size: U32
+        params: In, grads: In, momentum: In, block_owners: ReadOnly, hyper: ReadOnly, report: In, diverged: Out, *,
+        size: U32
     ) -> Any:  # fmt: skip
         """diverged[b] = 1 where the update would leave a parameter beyond 2^20."""
 
     @kernel(str(shaders["update"]), grid=lambda c: linear_grid(c.size), lib=("linear",), structs=(Hyper,))
     def momentum_update(
-        params: InOut, grads: InOut, momentum: InOut, block_owners: Fixed, hyper: Fixed, report: In, updates: InOut,
+        params: InOut, grads: InOut, momentum: InOut, block_owners: ReadOnly, hyper: ReadOnly, report: In,
+        updates: InOut,
         *, size: U32,
     ) -> Any:  # fmt: skip
         """m = beta m + g; p = p - lr m; updates += 1."""

@@ -131,8 +131,8 @@ def test_training_starts_from_the_reference(tmp_path: Path) -> None:
     assert f"adapter: starts from the reference adapter {frozen}" in run.notes
     with pytest.raises(UserError, match=r"init_lora_weights.* and .*reference_adapter.* cannot be combined"):
         job(tmp_path / "c", reference_adapter=str(frozen), init_adapter=None, init_lora_weights="gaussian")
-    key = next(iter(run.subject.initial))
-    np.testing.assert_array_equal(run.subject.initial[key][1], read_adapter(frozen)[1][key][1])
+    key = next(iter(run.trainable.initial))
+    np.testing.assert_array_equal(run.trainable.initial[key][1], read_adapter(frozen)[1][key][1])
     (frozen / RUN).write_text(json.dumps({"base_digest": "0" * 64}))
     edit_json(frozen / "adapter_config.json", base_model_name_or_path="someone/qwen2")  # the same in another format
     job(tmp_path / "b", reference_adapter=str(frozen))

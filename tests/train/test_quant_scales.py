@@ -78,7 +78,7 @@ def test_gradients_through_the_model(device: Device, tmp_path: Path, base: str) 
     assert isinstance(trained, QuantConstants)
     session.allocate()
     try:
-        run.run.subject.place_initial(session, 0)
+        run.run.trainable.place_initial(session, 0)
         begins = trained.read(session.device)
         assert {name.rpartition(".")[2] for name in begins} == {"constants"}
         rng = np.random.default_rng(0)

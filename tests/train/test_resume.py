@@ -191,7 +191,7 @@ def test_a_nan_stops_the_run_without_an_update(device: Device, tmp_path: Path) -
 def test_a_resumed_run_knows_what_it_began_with(qwen2: LoadedModel, tmp_path: Path, finished_run: Path) -> None:
     """If no checkpoint is sound, it falls back to that."""
     arguments = run_options(finished_run, output=str(tmp_path / "run"))
-    fresh = prepare_job(TrainingArguments(**arguments), qwen2).run.subject.initial
+    fresh = prepare_job(TrainingArguments(**arguments), qwen2).run.trainable.initial
     killed_run(finished_run, tmp_path, step=2)
     resumed = prepare_job(TrainingArguments(**arguments, resume=True), qwen2)
     run, session = resumed.run, resumed.session

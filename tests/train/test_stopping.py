@@ -14,7 +14,7 @@ import psutil
 import pytest
 from support.events import hearing
 from support.rows.sources import write_source
-from support.training.shared_runs import pipeline_adapters, pipeline_options, result, run_options
+from support.training.shared_runs import multi_adapter_options, multi_adapter_tasks, result, run_options
 from support.training.training import golden_arguments
 
 from wgpu_lora import api
@@ -93,10 +93,10 @@ def test_the_rest_is_done_when_the_run_is_resumed(
 
 
 def test_adapters_of_a_pipeline_each_do_their_rest(
-    qwen2: LoadedModel, finished_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    qwen2: LoadedModel, finished_multi_adapter_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    how = pipeline_options(max_steps=4, save_steps=1, output=str(tmp_path / "run" / "pipeline"))
-    adapters = pipeline_adapters(finished_pipeline, "run")
+    how = multi_adapter_options(max_steps=4, save_steps=1, output=str(tmp_path / "run" / "pipeline"))
+    adapters = multi_adapter_tasks(finished_multi_adapter_run, "run")
     for adapter in adapters:
         adapter["checkpoint"] = str(tmp_path / "run" / Path(adapter["checkpoint"]).name)
 
@@ -108,7 +108,7 @@ def test_adapters_of_a_pipeline_each_do_their_rest(
     MultiAdapterPipeline(adapters, qwen2, **how).train(events=Interrupt())
     MultiAdapterPipeline(adapters, qwen2, **how, resume=True).train()
     for name in "abc":
-        assert result(tmp_path / "run" / name) == result(finished_pipeline / "run" / name)
+        assert result(tmp_path / "run" / name) == result(finished_multi_adapter_run / "run" / name)
 
 
 HANGING = """

@@ -143,7 +143,7 @@ def test_packing_and_accumulation_do_not_change_the_result(
         assert_close_adapters(tmp_path / str(number) / "run", tmp_path / "0" / "run", 1e-5)
 
 
-# -- resuming and sharing batches, of architectures beyond those of test_resume.py and test_pipeline.py ----------------
+# -- resuming and sharing batches, of architectures beyond those of test_resume.py and test_multi_adapter.py -----------
 
 LATER = [name for name in ARCHITECTURES if name not in ("qwen2", "qwen3", "llama", "mistral")]
 OPTIONS: dict[str, Any] = {

@@ -32,8 +32,8 @@ def test_values_are_those_of_the_gguf_package(item: GGUFFormat, rng: np.random.G
     for blocks in (1, 3, 4):
         rows = rng.integers(0, 256, (7, blocks * item.block_bytes), np.uint8)
         halves = rows.reshape(-1, item.block_bytes)
-        for place in item.half_places:
-            halves[:, place + 1] &= np.resize(np.array([0x80, 0x83, 0xBB, 0x00], np.uint8), len(halves))
+        for offset in item.half_offsets:
+            halves[:, offset + 1] &= np.resize(np.array([0x80, 0x83, 0xBB, 0x00], np.uint8), len(halves))
         assert item.finite(rows)
         codes, scales = item.to_words(rows)
         values = item.decode(codes, scales, 7, blocks * item.block)

@@ -34,7 +34,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_jobs_run_and_tell(rows: str, tmp_path: Path) -> None:
     options = {**SMALL, "model": QWEN2, "data": rows, "eval_data": rows, "output": str(tmp_path / "out")}
-    with Worker("finetune", options, place=tmp_path) as worker:
+    with Worker("finetune", options, directory=tmp_path) as worker:
         events = list(worker.events())
         result = worker.result()
     assert {event["schema"] for event in events} == {1}

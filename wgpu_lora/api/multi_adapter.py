@@ -77,7 +77,7 @@ class MultiAdapterPipeline:
         elif model is not None:
             explicit["model"] = path_as_text(str(model), "model", "MultiAdapterPipeline()")
         first = tasks[0].checkpoint if tasks else None
-        args, _ = resolve_options(explicit, None, "MultiAdapterPipeline()", demo=False, beside=first)
+        args, _ = resolve_options(explicit, None, "MultiAdapterPipeline()", demo=False, checkpoint=first)
         self.job = prepare_multi_adapter_job(args, tasks, schedule, batch_tokens, opened)
 
     def memory(self) -> MemoryPlan:

@@ -163,8 +163,8 @@ def quantize(
     kinds = rounded(target)
     target.unload()
     nbytes = sum(path.stat().st_size for path in output.glob("*.safetensors"))
-    beside = read_json(output / "config.json").get("adapter_base_dtype")
-    note = rounding_note(escape_unprintable(f"{beside:.40}")) if isinstance(beside, str) else ""
+    adapter_base_dtype = read_json(output / "config.json").get("adapter_base_dtype")
+    note = rounding_note(escape_unprintable(f"{adapter_base_dtype:.40}")) if isinstance(adapter_base_dtype, str) else ""
     return Quantized(base_dtype, nbytes, seconds, kinds, before, after, note)
 
 

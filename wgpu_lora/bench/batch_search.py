@@ -309,13 +309,13 @@ def search_pairs(work: Work, repeat: int = 2, events: Events = SILENT, opened: D
     """
     if repeat < 1:
         raise UserError(f"{flag('repeat')} must be at least 1, not {repeat}.")
-    with benchmark_option_names(TRAINING), tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as place:
-        args, model = prepared(work, Path(place), opened)
-        first = prepare_job(replace(args, output=str(Path(place) / "first")), model)
+    with benchmark_option_names(TRAINING), tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as directory:
+        args, model = prepared(work, Path(directory), opened)
+        first = prepare_job(replace(args, output=str(Path(directory) / "first")), model)
         head = header_of(work, first, model)
         events.measured(head)
         with recording(work, args, model) as entry:
-            pairs = list(_timed_pairs(first.run.args, model, Path(place), repeat, events))
+            pairs = list(_timed_pairs(first.run.args, model, Path(directory), repeat, events))
             completed_pairs = [pair for pair in pairs if pair["status"] == OK]
             fastest = max(completed_pairs, key=lambda pair: pair["samples_per_second"], default=None)
             entry["results"] = {"fastest": fastest}
@@ -326,7 +326,7 @@ def search_pairs(work: Work, repeat: int = 2, events: Events = SILENT, opened: D
 
 
 def _timed_pairs(
-    args: TrainingArguments, model: LoadedModel, place: Path, repeat: int, events: Events
+    args: TrainingArguments, model: LoadedModel, directory: Path, repeat: int, events: Events
 ) -> Iterator[Record]:
     """A record for each pair; rounds over all pairs, so that what else runs on the machine affects all alike."""
     _, rows, accumulation = args.batching
@@ -335,7 +335,7 @@ def _timed_pairs(
     for batch, batches in pairs_of(rows * accumulation):
         record: Record = {"kind": "pair", "batch": batch, "accumulation": batches, "runs": []}
         try:
-            peak: int | None = _job(args, model, record, place).session.memory().peak_device_bytes
+            peak: int | None = _job(args, model, record, directory).session.memory().peak_device_bytes
             why = None if available is None or peak is None or peak <= available else "more than the budget"
         except UserError as error:
             peak, why = None, str(error)
@@ -345,7 +345,7 @@ def _timed_pairs(
             if record["status"] == OK:
                 try:
                     record["runs"].append(
-                        time_run(_job(args, model, record, place / f"{number}"))["samples_per_second"]
+                        time_run(_job(args, model, record, directory / f"{number}"))["samples_per_second"]
                     )
                 except UserError as error:
                     record |= {"status": FAILED, "why": str(error)}
@@ -355,7 +355,7 @@ def _timed_pairs(
         yield record
 
 
-def _job(args: TrainingArguments, model: LoadedModel, pair: Record, place: Path) -> Job[Any]:
-    output = str(place / f"{pair['batch']}x{pair['accumulation']}")
+def _job(args: TrainingArguments, model: LoadedModel, pair: Record, directory: Path) -> Job[Any]:
+    output = str(directory / f"{pair['batch']}x{pair['accumulation']}")
     sizes = {"per_device_train_batch_size": pair["batch"], "gradient_accumulation_steps": pair["accumulation"]}
     return prepare_job(replace(args, output=output, **sizes), model)

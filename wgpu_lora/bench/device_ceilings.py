@@ -96,13 +96,13 @@ class Ceilings:
 @cache
 def measure_ceilings(device: Device) -> Ceilings:
     """The device's ceilings; the first call takes seconds."""
-    fma, numpy = fma_beside_numpy(device) if device.info.kind == "software" else (fma_gflops(device), None)
+    fma, numpy = fma_and_numpy_gflops(device) if device.info.kind == "software" else (fma_gflops(device), None)
     return Ceilings(
         fma, bandwidth_gbs(device), decode_fma_gflops(device), dispatch_seconds(device), numpy, clock_of(device)
     )
 
 
-def fma_beside_numpy(device: Device) -> tuple[float, float]:
+def fma_and_numpy_gflops(device: Device) -> tuple[float, float]:
     """GFLOP/s of FMA chains and of NumPy's matmul on the same cores, which other processes may be using.
 
     Both are measured again, after a pause, while the chains fall short of NumPy. The chains' best counts, and NumPy's

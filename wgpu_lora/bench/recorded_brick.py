@@ -55,8 +55,8 @@ class ProgramWorkload(Workload):
         self.forward, self.backward = (self._program(name) for name in ("forward", "backward"))
         self.rec = Recorder(self.forward, training=True, compute_dtype=compute_dtype)
         self.fillers: list[Callable[[np.random.Generator], None]] = []
-        self._timed, self._beside = self.forward, self._program("beside")
-        self._beside_seconds: list[tuple[float, float]] = []  # and the share that is added, of each run
+        self._timed, self._baseline = self.forward, self._program("baseline")
+        self._baseline_seconds: list[tuple[float, float]] = []  # and the share that is added, of each run
         self._arena = Arena(self.device)
 
     def _program(self, name: str) -> Program:
@@ -108,18 +108,18 @@ class ProgramWorkload(Workload):
         return programs
 
     def time(
-        self, programs: Iterable[Program], matches: Callable[[Kernel], bool], beside: Iterable[Program] = ()
+        self, programs: Iterable[Program], matches: Callable[[Kernel], bool], baseline: Iterable[Program] = ()
     ) -> None:
-        """Time only the dispatches of chosen kernels; `added_share` is how much more they take than `beside`'s."""
+        """Time only the dispatches of chosen kernels; `added_share` is how much more they take than `baseline`'s."""
         self._timed = self._program("timed")
-        for into, recorded in ((self._timed, programs), (self._beside, beside)):
+        for into, recorded in ((self._timed, programs), (self._baseline, baseline)):
             into.dispatches += [step for program in recorded for step in program.dispatches if matches(step.kernel)]
-        self.compares = bool(self._beside.dispatches)
+        self.compares = bool(self._baseline.dispatches)
 
     # -- on the device ---------------------------------------------------------------------------------------------
 
     def programs(self) -> list[Program]:
-        return [program for program in (self._timed, self._beside) if program.dispatches]
+        return [program for program in (self._timed, self._baseline) if program.dispatches]
 
     def _recorded(self) -> list[Program]:
         return list(dict.fromkeys((self.forward, self.backward, *self.programs())))
@@ -161,17 +161,17 @@ class ProgramWorkload(Workload):
         return result
 
     def run(self) -> float:
-        if not self._beside.dispatches:
+        if not self._baseline.dispatches:
             return self._context.timer.run(self._timed)
-        beside, seconds = (self._context.timer.run(program) for program in (self._beside, self._timed))
-        self._beside_seconds.append((beside, seconds / beside - 1))
+        baseline, seconds = (self._context.timer.run(program) for program in (self._baseline, self._timed))
+        self._baseline_seconds.append((baseline, seconds / baseline - 1))
         return seconds
 
     def extra(self, timings: Timings) -> Extra:
-        if not self._beside.dispatches:
+        if not self._baseline.dispatches:
             return {}
-        beside, share = np.median(self._beside_seconds[-timings.iterations :], axis=0)
-        return {"frozen_seconds": float(beside), "added_share": float(share)}
+        baseline, share = np.median(self._baseline_seconds[-timings.iterations :], axis=0)
+        return {"frozen_seconds": float(baseline), "added_share": float(share)}
 
     def close(self) -> None:
         self._arena.free()

@@ -69,6 +69,6 @@ def fill_with_nan(device: Device, buffer: Any) -> None:
 
 
 def _kind(step: Dispatch) -> Any:
-    constants = {n: bool(v) if n in step.kernel.places else v for n, v in step.constants.items()}
+    constants = {n: bool(v) if n in step.kernel.offsets else v for n, v in step.constants.items()}
     tensors = tuple((t.shape, t.dtype) for t in step.tensors)
     return step.kernel.name, step.present, tuple(sorted(constants.items())), tensors

@@ -37,7 +37,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Group:
+class KernelTotal:
     """The dispatches of a kernel, or of a kernel at one shape. share: of the time of all kernels."""
 
     kernel: str
@@ -89,7 +89,7 @@ class Profile:
         idle = self.step_seconds - self.device_seconds
         return None if self.clock == "host" or idle < self.step_spread or idle < 0 else idle / self.step_seconds
 
-    def groups(self, by_shape: bool = False) -> list[Group]:
+    def groups(self, by_shape: bool = False) -> list[KernelTotal]:
         """The dispatches by kernel, the slowest first."""
         result: dict[tuple[str, str | None], list[Piece]] = defaultdict(list)
         for piece in self.pieces:
@@ -100,7 +100,7 @@ class Profile:
             counts = [piece.operations for piece in pieces if piece.operations is not None]
             gflops = sum(counts) / seconds / 1e9 if len(counts) == len(pieces) and seconds else None
             share = seconds / self.attributed_seconds if seconds else 0.0
-            rows.append(Group(kernel, shape, len(pieces), seconds, share, gflops))
+            rows.append(KernelTotal(kernel, shape, len(pieces), seconds, share, gflops))
         return sorted(rows, key=lambda group: -group.seconds)
 
     def as_dict(self, by_shape: bool = False) -> dict[str, Any]:
@@ -186,8 +186,8 @@ def write_trace(path: Path, profile: Profile, process: str) -> None:
     for piece in profile.pieces:
         duration = MICROSECONDS * piece.seconds
         arguments = {"shape": piece.shape, "workgroups": list(piece.groups), "operations": piece.operations}
-        place = {"pid": 1, "tid": threads.index(piece.program) + 1, "ts": at, "dur": duration}
-        events.append({"name": piece.kernel, "cat": "kernel", "ph": "X", **place, "args": arguments})
+        position = {"pid": 1, "tid": threads.index(piece.program) + 1, "ts": at, "dur": duration}
+        events.append({"name": piece.kernel, "cat": "kernel", "ph": "X", **position, "args": arguments})
         at += duration
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"clock": profile.clock}}
     replace_file(path, (json.dumps(trace) + "\n").encode(), "--trace")

@@ -113,13 +113,13 @@ def run_training(
     runs: list[Record] = []
     with (
         benchmark_option_names(TRAINING),
-        tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as place,
+        tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as directory,
         ExitStack() as stack,
     ):
-        args, model = prepared(work, Path(place), opened)
+        args, model = prepared(work, Path(directory), opened)
         entry = stack.enter_context(recording(work, args, model))
         for number in range(repeat):
-            job = prepare_job(replace(args, output=str(Path(place) / f"run-{number}")), model)
+            job = prepare_job(replace(args, output=str(Path(directory) / f"run-{number}")), model)
             if not number:
                 head = header_of(work, job, model)
                 events.measured(head)
@@ -224,10 +224,10 @@ def header_of(work: Work, job: Job[Any], model: LoadedModel) -> Record:
 # -- the work ----------------------------------------------------------------------------------------------------------
 
 
-def prepared(work: Work, place: Path, opened: Device | None) -> tuple[TrainingArguments, LoadedModel]:
+def prepared(work: Work, directory: Path, opened: Device | None) -> tuple[TrainingArguments, LoadedModel]:
     """The options, and the model, declared."""
     if work.shape:
-        return _synthetic(work, work.shape, place, opened)
+        return _synthetic(work, work.shape, directory, opened)
     args = with_demo_data(resolve_options(_options(work), work.recipe or "demo", work.where)[0])
     # A resumed run has fewer steps left, and writes to its own directory.
     args = replace(args, resume=False, run_log=False, report_to=None)
@@ -239,11 +239,16 @@ def _options(work: Work) -> dict[str, Any]:
     return {**work.options, **({"max_steps": -1} if "num_train_epochs" in work.options else {})}
 
 
-def _synthetic(work: Work, shape: str, place: Path, opened: Device | None) -> tuple[TrainingArguments, LoadedModel]:
+def _synthetic(work: Work, shape: str, directory: Path, opened: Device | None) -> tuple[TrainingArguments, LoadedModel]:
     args = from_values({**SYNTHETIC, **_options(work)}, work.where)
     steps = args.max_steps if args.max_steps > 0 else SYNTHETIC["max_steps"]  # of an epoch
     args = replace(
-        args, lora_alpha=2 * args.lora_r, save_steps=0, save_minutes=0.0, data=str(place / "rows.jsonl"), model=shape
+        args,
+        lora_alpha=2 * args.lora_r,
+        save_steps=0,
+        save_minutes=0.0,
+        data=str(directory / "rows.jsonl"),
+        model=shape,
     )
     model = chosen_model(None, shape, work.layers, opened or Device(args.device), args.base_dtype)
     TrainingStep.fitting(model, args)

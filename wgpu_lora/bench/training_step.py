@@ -240,7 +240,7 @@ def chosen_model(
     return opened if layers is None else opened.declared(layers)
 
 
-def check_room(subject: str, needs: Callable[[int], int], layers: int, available: int | None) -> None:
+def check_room(label: str, needs: Callable[[int], int], layers: int, available: int | None) -> None:
     """Raise UserError, with the layers that fit, if `needs(layers)` exceeds the available bytes (None: not known)."""
     need = needs(layers)
     if available is None or need <= available:
@@ -252,7 +252,7 @@ def check_room(subject: str, needs: Callable[[int], int], layers: int, available
         else "not even one layer fits, so use a smaller model or fewer tokens"
     )
     raise UserError(
-        f"{subject} needs {format_bytes_exact(need)} of device memory, but {format_bytes_exact(available)} are "
+        f"{label} needs {format_bytes_exact(need)} of device memory, but {format_bytes_exact(available)} are "
         f"available: {advice}."
     )
 

@@ -66,7 +66,7 @@ def merge(
     from wgpu_lora.files.atomic import check_new
     from wgpu_lora.formats.hub import is_gguf, resolve_model
     from wgpu_lora.infer.named_adapters import base_of
-    from wgpu_lora.models.export.adapter_merge import merge_adapter, rounding_note, trained_beside
+    from wgpu_lora.models.export.adapter_merge import merge_adapter, rounding_note, trained_base_dtype
     from wgpu_lora.models.model_files import config_of
 
     check_new(output, "--output", directory=True)  # before the model may be downloaded
@@ -89,8 +89,8 @@ def merge(
             "the weights of the GGUF file are decoded; quantising the merged model rounds them a second time: "
             "'wgpu-lora export gguf --lora' writes the adapter for the file as it is",
         )
-    elif beside := trained_beside(adapter):
-        line("note", rounding_note(beside))
+    elif base_dtype := trained_base_dtype(adapter):
+        line("note", rounding_note(base_dtype))
     for text, loss in chain(before, losses):
         line("loss", f"{loss:.4f} {text}")
     next_commands(output, OF_MODELS)

@@ -17,7 +17,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.text import count_noun, percent
 
 if TYPE_CHECKING:
-    from wgpu_lora.data.curation.curate import Progress
+    from wgpu_lora.data.curation.curate import CurationProgress
     from wgpu_lora.train.data_statistics import Choice, RowPreview, RowStatistics, Token
 
 
@@ -183,7 +183,7 @@ def show(
 def _print_preview(preview: RowPreview, parts: tuple[str, ...], listed: bool) -> None:
     from wgpu_lora.train.data_statistics import segments
 
-    print(f"{preview.place}", flush=True)
+    print(f"{preview.position}", flush=True)
     for number, tokens in enumerate(preview.rows):
         trained = sum(token.trained for token in tokens)
         line(parts[number % len(parts)], f"{count_noun(len(tokens), 'token')}, {trained:,} trained on")
@@ -217,7 +217,12 @@ def _as_json(preview: RowPreview) -> dict[str, Any]:
         }
         for tokens in preview.rows
     ]
-    return {preview.place.unit: preview.place.number, "rows": rows, "notes": preview.notes, "refused": preview.refusal}
+    return {
+        preview.position.unit: preview.position.number,
+        "rows": rows,
+        "notes": preview.notes,
+        "refused": preview.refusal,
+    }
 
 
 DUPLICATES = ("normalized", "exact", "keep")
@@ -314,7 +319,7 @@ def prepare(
     )
     with Bar("preparing", None, " MB") as bar:
 
-        def watch(progress: Progress) -> None:
+        def watch(progress: CurationProgress) -> None:
             name = f"preparing {progress.name}: {count_noun(progress.rows, 'row')}"
             bar.advance(name, progress.bytes / 1e6, progress.total / 1e6 or None)
 

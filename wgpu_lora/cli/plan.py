@@ -58,7 +58,7 @@ def plan(
     if price_per_hour is not None and not measure:
         raise UserError("--price-per-hour does nothing without --measure: give both.")
     args, note = training_arguments(ctx)
-    pipeline = bool(adapters or adapters_config)
+    multi_adapter = bool(adapters or adapters_config)
     job = job_of(args, adapters, adapters_config, schedule, batch_tokens, planning=True, shape=shape)
     session, memory = job.session, job.session.memory()
     budget = budget_bytes(session.device.info, args.budget())
@@ -83,12 +83,12 @@ def plan(
                 "fits": fits,
                 "ways": [asdict(way) for way in ways],
                 "modules": {run.adapter_name: modules_of(run) for run in job.runs}
-                if pipeline
+                if multi_adapter
                 else modules_of(job.runs[0]),
                 "buckets": [
                     {"tokens": tokens, "activations": session.steps[tokens].program.plan().nbytes} for tokens in buckets
                 ],
-                "steps": {run.adapter_name: count for run, count in run_steps} if pipeline else steps[0],
+                "steps": {run.adapter_name: count for run, count in run_steps} if multi_adapter else steps[0],
                 **({"projection": as_facts(projection, price_per_hour)} if projection else {}),
             }
         )

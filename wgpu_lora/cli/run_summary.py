@@ -56,7 +56,7 @@ def describe_runs(job: Job[Any]) -> None:
                         "skipped", f"{mark}bad rows will be listed in {run.storage.disk_path(run.directory / SKIPPED)}"
                     )
         trained = job.session.trained.trainable(run.slot, job.session.model.config)
-        label, text = run.subject.summary()
+        label, text = run.trainable.summary()
         line(label, f"{mark}{text}: {trained:,} trained parameters")
         for note in run.notes:
             label, _, message = note.partition(": ")
@@ -131,7 +131,7 @@ def modules_of(run: AdapterRun) -> dict[str, int]:
     """How many modules of each name have an adapter; empty if something else is trained."""
     from wgpu_lora.train.run.trained_weights import TrainableAdapter
 
-    spec = run.subject.spec if isinstance(run.subject, TrainableAdapter) else None
+    spec = run.trainable.spec if isinstance(run.trainable, TrainableAdapter) else None
     return dict(Counter(path.rpartition(".")[2] for path in spec.scaling)) if spec else {}
 
 
@@ -207,8 +207,8 @@ def describe_best(record: RunRecord, adapter: str | None) -> str:
     state, output = record.state, record.directory
     if not state.best_step or state.best_step >= state.step:
         return ""
-    place, noun = ("best-f16", "model") if record.options.train == "quant-scales" else ("best", "adapter")
-    where = f"{output / place}.tar.age" if adapter else output / place
+    name, noun = ("best-f16", "model") if record.options.train == "quant-scales" else ("best", "adapter")
+    where = f"{output / name}.tar.age" if adapter else output / name
     return f"{where} has the best {noun}: held-out loss {state.best_eval_loss:.4f} after step {state.best_step:,}"
 
 

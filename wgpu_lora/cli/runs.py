@@ -141,7 +141,7 @@ def report(
     page = write_report(result, output)
     for run in result:
         print(escape_unprintable(summary(run), "\n"), flush=True)
-    missing = missing_members([place for directory in runs for place in directories_of(directory)])
+    missing = missing_members([path for directory in runs for path in directories_of(directory)])
     if missing:
         line("note", f"trained together with these, but not given: {', '.join(map(str, missing))}")
     line("report", str(page))

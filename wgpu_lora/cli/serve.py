@@ -134,9 +134,9 @@ def _describe(models: Sequence[str], unix_socket: Path | None, has_key: bool, ad
     print(f"Listening on {address}", flush=True)
     line("models", ", ".join(models))
     body = json.dumps({"model": models[-1], "messages": [{"role": "user", "content": "Hello"}]})
-    place = address if unix_socket is None else f"--unix-socket {shlex.quote(address)} http://localhost"
+    url = address if unix_socket is None else f"--unix-socket {shlex.quote(address)} http://localhost"
     key = f' -H "Authorization: Bearer ${KEY}"' if has_key else ""
-    curl = f"curl {place}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     line("next", curl, whole=True)
     if unix_socket is None:
         line("", f"{program()} chat --url {address} --model {shlex.quote(models[-1])}", whole=True)

@@ -122,9 +122,9 @@ class Trend:
         means = self._means[-width:]
         if len(means) < 2:
             return ""
-        low, high = min(means), max(means)
-        steps = (len(self._marks) - 1) / ((high - low) or 1.0)
-        return "".join(self._marks[round(steps * (mean - low))] for mean in means)
+        minimum, maximum = min(means), max(means)
+        steps = (len(self._marks) - 1) / ((maximum - minimum) or 1.0)
+        return "".join(self._marks[round(steps * (mean - minimum))] for mean in means)
 
 
 def _takes(stream: Any, text: str) -> bool:

@@ -57,22 +57,22 @@ class FolderStore:
             raise StorageError(f"The storage {url} cannot be used ({_reason(error)}): check it.") from None
         self._local = "file" in self._files.protocol
 
-    def _place(self, unit: str, name: str = "") -> str:
+    def _file_path(self, unit: str, name: str = "") -> str:
         return "/".join([self._root.rstrip("/"), *unit_parts(unit), *([name] if name else [])])
 
     def path(self, unit: str, digest: str) -> str:
-        return self._place(unit, digest)
+        return self._file_path(unit, digest)
 
     def open(self, unit: str, digest: str) -> Any:
         """A file to read. Raises DamagedCheckpoint if it is not there."""
         try:
-            return self._files.open(self._place(unit, digest), "rb")
+            return self._files.open(self._file_path(unit, digest), "rb")
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{digest[:12]} of {unit} is missing in {self._root}") from None
 
     def listed(self, unit: str) -> set[str]:
         try:
-            names = self._files.ls(self._place(unit), detail=False, refresh=True)
+            names = self._files.ls(self._file_path(unit), detail=False, refresh=True)
         except FileNotFoundError:
             return set()
         return {name.rpartition("/")[2] for name in names}
@@ -84,8 +84,8 @@ class FolderStore:
             StorageError: it cannot be written.
         """
         digest = hashlib.sha256(name.encode()).hexdigest()
-        with tempfile.TemporaryDirectory(prefix="wgpu-lora-") as place:
-            file = Path(place, "file")
+        with tempfile.TemporaryDirectory(prefix="wgpu-lora-") as temporary:
+            file = Path(temporary, "file")
             file.write_text(name)
             if write:
                 self.write(f"check/{name}", digest, file)
@@ -96,9 +96,9 @@ class FolderStore:
                 return False
 
     def write(self, unit: str, digest: str, source: Path) -> None:
-        target = self._place(unit, digest)
+        target = self._file_path(unit, digest)
         try:
-            self._files.makedirs(self._place(unit), exist_ok=True)
+            self._files.makedirs(self._file_path(unit), exist_ok=True)
             if self._local:  # buckets show an object when it is complete
                 shutil.copyfile(source, f"{target}{PART}")
                 os.replace(f"{target}{PART}", target)
@@ -112,7 +112,7 @@ class FolderStore:
 
     def read(self, unit: str, digest: str, target: Path) -> None:
         try:
-            self._files.get_file(self._place(unit, digest), str(target))
+            self._files.get_file(self._file_path(unit, digest), str(target))
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{digest[:12]} of {unit} is missing in {self._root}") from None
         except Exception as error:
@@ -121,7 +121,7 @@ class FolderStore:
     def remove(self, unit: str, digests: Collection[str]) -> None:
         for digest in digests:
             with suppress(FileNotFoundError):
-                self._files.rm_file(self._place(unit, digest))
+                self._files.rm_file(self._file_path(unit, digest))
 
     def forget(self, run: str) -> None:
         with suppress(FileNotFoundError):
@@ -133,7 +133,7 @@ class FolderStore:
         Raises:
             StorageError: there is no room. DamagedCheckpoint: the pieces are not those of the file.
         """
-        part = Path(self._place(unit, f"{digest}{PART}"))
+        part = Path(self._file_path(unit, f"{digest}{PART}"))
         try:
             part.parent.mkdir(parents=True, exist_ok=True)
             with part.open("r+b" if offset else "wb") as file:
@@ -148,7 +148,7 @@ class FolderStore:
             if file_digest(part) != digest:
                 part.unlink()
                 raise DamagedCheckpoint(f"{digest[:12]} of {unit} came with another digest")
-            os.replace(part, self._place(unit, digest))
+            os.replace(part, self._file_path(unit, digest))
 
     def piece(self, unit: str, digest: str, offset: int, size: int = PIECE) -> bytes:
         """Bytes of a file. Raises DamagedCheckpoint if it is not there."""

@@ -21,7 +21,7 @@ from wgpu_lora.names.spelling import flag
 from wgpu_lora.train.options.training_arguments import PATHS
 
 ROOT = "WGPU_LORA_CLUSTER_DIR"
-ADAPTERS, PIPELINE = "adapters", "pipeline"  # in a unit's directory
+ADAPTERS, MULTI_ADAPTER = "adapters", "pipeline"  # in a unit's directory
 NAME = re.compile(r"(?!\.)[A-Za-z0-9._=,+-]{1,200}")
 
 

@@ -75,15 +75,15 @@ def place_parcel(stores: Sequence[Store], parcel: Parcel) -> Path:
     Raises:
         DamagedCheckpoint: no store has a file. OSError: the disk refuses.
     """
-    place = sent_directory() / checked_part(parcel.digest)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    if place.is_dir():
-        os.utime(place)  # removed when nobody has used it for long
+    directory = sent_directory() / checked_part(parcel.digest)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    if directory.is_dir():
+        os.utime(directory)  # removed when nobody has used it for long
     else:
-        with FileLock(place.with_name(f".{place.name}.lock")):  # other units of this host may need it, too
-            if not place.is_dir():
-                restore_files(stores, parcel.unit, parcel.files, place)
-    return place / parcel.name
+        with FileLock(directory.with_name(f".{directory.name}.lock")):  # other units of this host may need it, too
+            if not directory.is_dir():
+                restore_files(stores, parcel.unit, parcel.files, directory)
+    return directory / parcel.name
 
 
 def send_data(

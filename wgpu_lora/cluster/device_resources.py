@@ -76,7 +76,7 @@ def _address(info: DeviceInfo, listed: Sequence[DeviceInfo], pci: Path) -> str |
     if not info.vendor_id or not info.device_id or not _single(info, listed):
         return None
     ids = (info.vendor_id, info.device_id)
-    addresses = [place.name for place in sorted(pci.glob("*")) if (_id(place / "vendor"), _id(place / "device")) == ids]
+    addresses = [entry.name for entry in sorted(pci.glob("*")) if (_id(entry / "vendor"), _id(entry / "device")) == ids]
     return addresses[0] if len(addresses) == 1 else None
 
 

@@ -226,7 +226,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TaskProgress:
     """The newest values of a task. doing: in a few words, while no step is taken: waiting, loading, tuning."""
 
     step: int = 0
@@ -251,7 +251,7 @@ class Report:
         reason: a sentence.
     """
 
-    progress: dict[str, Progress] = field(default_factory=dict)
+    progress: dict[str, TaskProgress] = field(default_factory=dict)
     outcomes: dict[str, str] = field(default_factory=dict)
     ended: str | None = None
     reason: str = ""
@@ -265,7 +265,7 @@ class TaskView:
     name: str
     state: str
     device: str | None
-    progress: Progress
+    progress: TaskProgress
     output: str
     attempts: int = 1
     reason: str = ""

@@ -26,7 +26,7 @@ from wgpu_lora.cluster.messages import (
 )
 from wgpu_lora.cluster.node_versions import difference
 from wgpu_lora.cluster.placement.placement import refusal
-from wgpu_lora.cluster.placement.placement_field import Place
+from wgpu_lora.cluster.placement.placement_field import CandidateDevice
 from wgpu_lora.cluster.run_status import chosen_device
 from wgpu_lora.cluster.sweep import plan_sweep
 from wgpu_lora.errors import UserError
@@ -139,15 +139,17 @@ def request_of(
     plans = {
         name: {key: plan for key, plan in by_class.items() if not plan.refused} for name, by_class in plans.items()
     }
-    places = [
-        Place(device.id, device.plan_class, node.host, budget=device.budget, name=f"{device.name} on {node.host}")
+    candidates = [
+        CandidateDevice(
+            device.id, device.plan_class, node.host, budget=device.budget, name=f"{device.name} on {node.host}"
+        )
         for node in nodes
         for device in node.devices
         if device.id != eval_device
     ]
     for name, by_class in plans.items():
         memory = {key: plan.needed for key, plan in by_class.items()}
-        if memory and (why := refusal(name, memory, places, run.data_parallel)):
+        if memory and (why := refusal(name, memory, candidates, run.data_parallel)):
             reasons.append(why)
     refuse(reasons)
     compared = None
@@ -293,9 +295,9 @@ def _plans(
         answer = cluster.host(node.id, "plan", jobs, device.index, shared, cached, seconds=PLAN_SECONDS)
         for name, plan in answer["tasks"].items():
             plans[name][plan_class] = from_plain(RunRequirements, plan)
-        for name, taught in answer["taught"].items():
-            live, plans[name][plan_class] = plans[name][plan_class], from_plain(RunRequirements, taught["needs"])
-            teachers.setdefault(name, CachedTeacher(taught["digest"], {})).live[plan_class] = live
+        for name, cached_plan in answer["taught"].items():
+            live, plans[name][plan_class] = plans[name][plan_class], from_plain(RunRequirements, cached_plan["needs"])
+            teachers.setdefault(name, CachedTeacher(cached_plan["digest"], {})).live[plan_class] = live
     return plans, teachers
 
 

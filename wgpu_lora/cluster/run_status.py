@@ -142,19 +142,19 @@ def chosen_device(devices: Sequence[tuple[str, DeviceFacts]], text: str, option:
     Raises:
         UserError: there is none, or several.
     """
-    exact = [facts for place, facts in devices if text in (place, facts.id, facts.key)]
+    exact = [facts for label, facts in devices if text in (label, facts.id, facts.key)]
     matches = exact or [facts for _, facts in devices if text.casefold() in facts.name.casefold()]
     if len(matches) == 1:
         return matches[0]
     count = count_noun(len(matches), "device") if matches else "no device"
-    names = join_words([f"{place} ({facts.name})" for place, facts in devices], limit=MOST) if devices else "none"
+    names = join_words([f"{label} ({facts.name})" for label, facts in devices], limit=MOST) if devices else "none"
     raise UserError(
         f"{f'{option} {text}'.strip()} names {count} of the cluster: give HOST:INDEX, a key, or more of the name; "
         f"there are {names}."
     )
 
 
-def places_of(snapshot: Snapshot) -> dict[str, str]:
+def device_labels(snapshot: Snapshot) -> dict[str, str]:
     """Short names of devices, HOST:INDEX, by their ids."""
     hosts = {node.address: node.host for node in snapshot.nodes}
     return {d.facts.id: f"{hosts.get(d.facts.address, d.facts.address)}:{d.facts.index}" for d in snapshot.devices}
@@ -162,9 +162,9 @@ def places_of(snapshot: Snapshot) -> dict[str, str]:
 
 def as_json(snapshot: Snapshot) -> dict[str, Any]:
     """A snapshot for programs; each device also has its `id` and `place`."""
-    result, places = asdict(snapshot), places_of(snapshot)
+    result, labels = asdict(snapshot), device_labels(snapshot)
     for value, view in zip(result["devices"], snapshot.devices, strict=True):
-        value |= {"id": view.facts.id, "place": places[view.facts.id]}
+        value |= {"id": view.facts.id, "place": labels[view.facts.id]}
     return result
 
 
@@ -199,7 +199,7 @@ def fetch_results(
         try:
             if fetch(stores, result["unit"], task, files, output):
                 cluster.controller("fetched", run, task)
-                _log_place(output)
+                _log_outputs(output)
                 fetched[task] = None
         except ClusterGone:
             raise
@@ -208,17 +208,17 @@ def fetch_results(
     return fetched
 
 
-def _log_place(output: Path) -> None:
+def _log_outputs(output: Path) -> None:
     """Log where a result is now, if the run log here has its run: it was trained in a directory of the cluster, which
     is gone. A log that cannot be read or written is left as it is."""
     name = logged_id(output)
     if name is None or not run_log_enabled(True):
         return
     log = RunLog()
-    places = [str(place.resolve()) for place in (output, output / BEST) if place.is_dir()]
+    outputs = [str(path.resolve()) for path in (output, output / BEST) if path.is_dir()]
     with suppress(UserError, OSError, NotImplementedError):
         if any(entry.id == name for entry in log.read().entries):
-            log.append({"id": name, "outputs": places})
+            log.append({"id": name, "outputs": outputs})
 
 
 def write_evaluations(cluster: Cluster, run: str, tasks: Sequence[TaskView]) -> None:

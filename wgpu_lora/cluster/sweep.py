@@ -198,12 +198,12 @@ def value_of(view: TaskView, metric: str) -> float | None:
 def ranked(views: Sequence[TaskView], metric: str) -> list[TaskView]:
     """The tasks, the best first; failed ones and those without a value come last, by name."""
 
-    def place(view: TaskView) -> tuple[float, str]:
+    def rank(view: TaskView) -> tuple[float, str]:
         value = value_of(view, metric)
         usable = value is not None and math.isfinite(value) and view.state != "failed"
         return value if usable and value is not None else math.inf, view.name
 
-    return sorted(views, key=place)
+    return sorted(views, key=rank)
 
 
 def write_results(snapshot: Snapshot, run: RunView) -> Path:

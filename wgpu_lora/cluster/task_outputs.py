@@ -12,7 +12,7 @@ from wgpu_lora.cluster.messages import StoredFile, Task
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.files.atomic import check_new, file_digest, new_directory
 from wgpu_lora.files.locks import OutputInUse, locked
-from wgpu_lora.train.adapter_tasks import check_directories_apart
+from wgpu_lora.train.adapter_tasks import check_distinct_directories
 from wgpu_lora.train.run.multi_adapter_state import MEMBER
 
 OPTION = "--output"  # in messages
@@ -42,7 +42,7 @@ def check_outputs(tasks: Sequence[Task], *, local: bool = True) -> None:
         UserError: two tasks have the same directory, or one in another's, or it is not empty or cannot be made.
     """
     # Results may be copied to where the case of names does not count.
-    check_directories_apart([(task.name, task.output) for task in tasks], ignore_case=True)
+    check_distinct_directories([(task.name, task.output) for task in tasks], ignore_case=True)
     # Whether a directory can be made is tried once in each folder, with the longest name.
     by_length = sorted(tasks, key=lambda task: len(os.fsencode(task.output)))
     longest = {os.path.dirname(task.output): task for task in by_length}

@@ -17,7 +17,7 @@ import fsspec
 
 from wgpu_lora.cluster.cluster_paths import cluster_root, options_here
 from wgpu_lora.cluster.device_resources import DEVICE, hold_any_device
-from wgpu_lora.cluster.messages import NodeFacts, Progress, RunRequest, RunView, Snapshot, Task, TaskView
+from wgpu_lora.cluster.messages import NodeFacts, RunRequest, RunView, Snapshot, Task, TaskProgress, TaskView
 from wgpu_lora.cluster.worker.kinds.training_jobs import prepare_finetune
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.events import Evaluating, Events, StepResult
@@ -144,29 +144,29 @@ def train_trial(config: dict[str, Any], options: dict[str, dict[str, Any]], metr
     """
     from ray import tune
 
-    with tempfile.TemporaryDirectory(prefix="wgpu-lora-trial-") as place, hold_any_device() as index:
+    with tempfile.TemporaryDirectory(prefix="wgpu-lora-trial-") as directory, hold_any_device() as index:
         name, params = tune.get_context().get_trial_name(), config[CONFIG][PARAMS]
-        run, checkpoint = Path(place, RUN), tune.get_checkpoint()
+        run, checkpoint = Path(directory, RUN), tune.get_checkpoint()
         if checkpoint:
-            checkpoint.to_directory(place)
+            checkpoint.to_directory(directory)
             if newest := run_checkpoint.latest_checkpoint(run):  # with PBT, that of a trial with other values
                 run_checkpoint.change_options(newest, params)
         values = {**options_here(options[name]), **params}
         arguments = {option: value for option, value in values.items() if value is not None}
         arguments |= {"device": index, "output": str(run)} | ({"resume": True} if checkpoint else {})
         job, _ = prepare_finetune(arguments, name)
-        job.train(_TrialEvents(Path(place), name, metric))
+        job.train(_TrialEvents(Path(directory), name, metric))
         # The results, by a last report of the same values.
         state = json.loads((run / "run.json").read_text())["state"]
         losses = {LOSS: state["last_loss"], EVAL_LOSS: state["last_eval_loss"]}
-        tune.report({NAME: name, STEP: state["step"], **losses}, checkpoint=tune.Checkpoint.from_directory(place))
+        tune.report({NAME: name, STEP: state["step"], **losses}, checkpoint=tune.Checkpoint.from_directory(directory))
 
 
 class _TrialEvents(Events):
     """Reports the metric of a trial, with the newest checkpoint of its run: that of the same step if it is saved."""
 
-    def __init__(self, place: Path, name: str, metric: str):
-        self._place, self._name, self._metric = place, name, metric
+    def __init__(self, directory: Path, name: str, metric: str):
+        self._directory, self._name, self._metric = directory, name, metric
         self._loss = math.nan
         self._saved = False
         self._pending_report: tuple[int, float | None] | None = None  # a step and its held-out loss
@@ -195,7 +195,7 @@ class _TrialEvents(Events):
         with tempfile.TemporaryDirectory(prefix="wgpu-lora-report-") as copy:
             checkpoint = None
             if self._saved:  # the run goes on writing, so a copy of what it has now
-                shutil.copytree(self._place / RUN, Path(copy, RUN), ignore=shutil.ignore_patterns(".*"))
+                shutil.copytree(self._directory / RUN, Path(copy, RUN), ignore=shutil.ignore_patterns(".*"))
                 Log(Path(copy, RUN, LOG), resume_step=step)  # without the steps after the one reported
                 checkpoint = tune.Checkpoint.from_directory(copy)
             values = {NAME: self._name, STEP: step, LOSS: self._loss} | (
@@ -218,7 +218,7 @@ def _view(request: RunRequest, task: Task, result: Any) -> TaskView:
     best = None
     if result is not None and result.metrics_dataframe is not None and EVAL_LOSS in result.metrics_dataframe:
         best = float(result.metrics_dataframe[EVAL_LOSS].min())
-    progress = Progress(step, total, metrics.get(LOSS), metrics.get(EVAL_LOSS), best)
+    progress = TaskProgress(step, total, metrics.get(LOSS), metrics.get(EVAL_LOSS), best)
     params = result.config[CONFIG][PARAMS] if result else task.params
     return TaskView(request.name, task.name, state, None, progress, task.output, 1, why, True, params)
 
@@ -226,10 +226,10 @@ def _view(request: RunRequest, task: Task, result: Any) -> TaskView:
 def _copy_result(checkpoint: Any, output: Path) -> None:
     """Copy the run of a trial. One that was ended early gets the adapter of its newest checkpoint."""
     hidden = output.with_name(f".{output.name}.tmp")
-    with checkpoint.as_directory() as place:
+    with checkpoint.as_directory() as directory:
         try:
             shutil.rmtree(hidden, ignore_errors=True)
-            shutil.copytree(Path(place, RUN), hidden)
+            shutil.copytree(Path(directory, RUN), hidden)
             newest = run_checkpoint.latest_checkpoint(hidden)
             for file in run_checkpoint.ADAPTER_FILES if newest and not (hidden / "run.json").exists() else ():
                 with suppress(FileNotFoundError):

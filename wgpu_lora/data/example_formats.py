@@ -35,7 +35,7 @@ from wgpu_lora.data.column_types import (
 )
 from wgpu_lora.data.json_values import kind_of
 from wgpu_lora.data.row_formats import Fields, Row, RowFormat, RowFormats
-from wgpu_lora.data.source import RowPlace, Source, strict_rows
+from wgpu_lora.data.source import RowPosition, Source, strict_rows
 from wgpu_lora.data.unread_columns import is_input
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.tokenizer.chat_template import check_variables
@@ -172,24 +172,24 @@ def parse_example(row: Row) -> Example:
     """Determine the format of a row by its keys, and validate its fields.
 
     Raises:
-        UserError: the row fits no format or a field has the wrong type. The message names the field, not the place.
+        UserError: the row fits no format or a field has the wrong type. The message names the field, not the position.
     """
     [example] = EXAMPLES.read(row).examples
     return example
 
 
-def read_examples(source: Source) -> Iterator[tuple[RowPlace, Example]]:
-    """Yield (place, example) for every row of a source.
+def read_examples(source: Source) -> Iterator[tuple[RowPosition, Example]]:
+    """Yield (position, example) for every row of a source.
 
     Raises:
-        UserError: a row cannot be read or fits no format; names its place.
+        UserError: a row cannot be read or fits no format; names its position.
     """
-    for place, row in strict_rows(source, EXAMPLES):
+    for position, row in strict_rows(source, EXAMPLES):
         try:
             example = parse_example(row)
         except UserError as error:
-            raise UserError(f"{source.locate(place)}: {error}") from error
-        yield place, example
+            raise UserError(f"{source.locate(position)}: {error}") from error
+        yield position, example
 
 
 # -- rows that are prompts, of which the model samples completions itself, as in TRL -----------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 from wgpu_lora.data.row_files import BATCH, SUFFIXES, check_columns, rows_of
 from wgpu_lora.data.row_formats import RowFormats
-from wgpu_lora.data.source import NoRowsError, RowPlace, Rows
+from wgpu_lora.data.source import NoRowsError, RowPosition, Rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.installation import pip_line
 from wgpu_lora.names.spelling import flag
@@ -52,8 +52,8 @@ class HubSource:
         with _as_user_error(self.path):
             yield from rows_of(table.iter(BATCH))
 
-    def locate(self, place: RowPlace) -> str:
-        return f"{self.path}, {place}"
+    def locate(self, position: RowPosition) -> str:
+        return f"{self.path}, {position}"
 
     def digest(self) -> None:
         return None
@@ -73,7 +73,7 @@ def is_hub_id(data: str) -> bool:
 def is_saved(folder: Path) -> bool:
     """Whether a folder was written by `save_to_disk`, or has splits in several files like datasets of the hub."""
     return any((folder / name).is_file() for name in _SAVED) or any(
-        next(place.glob("train-*-of-*.*"), None) for place in (folder, folder / "data")
+        next(parent.glob("train-*-of-*.*"), None) for parent in (folder, folder / "data")
     )
 
 
@@ -99,8 +99,8 @@ def load_splits(data: str, split: str | None, config: str | None) -> dict[str, H
             if isinstance(result, Mapping) and split is not None:
                 result = {split: result[split]} if split in result else _no_split(data, split, result)
         else:
-            place = str(Path(data).absolute()) if Path(data).is_dir() else data
-            result = datasets.load_dataset(place, config, split=split)
+            source = str(Path(data).absolute()) if Path(data).is_dir() else data
+            result = datasets.load_dataset(source, config, split=split)
     if isinstance(result, Mapping):
         return {str(name): HubSource(f"{data} ({name})", table) for name, table in result.items()}
     return {split or "train": HubSource(f"{data} ({split})" if split else data, result)}

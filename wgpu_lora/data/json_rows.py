@@ -11,7 +11,7 @@ from typing import IO, Any
 from wgpu_lora.data.compressed_files import opened
 from wgpu_lora.data.json_values import kind_of
 from wgpu_lora.data.row_formats import RowFormats
-from wgpu_lora.data.source import BadRow, NoRowsError, RowPlace, Rows
+from wgpu_lora.data.source import BadRow, NoRowsError, RowPosition, Rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.json_files import object_with_unique_keys
 
@@ -31,23 +31,23 @@ def read_lines(path: Path, formats: RowFormats[Any]) -> Rows:
     """
     first = True
     with opened(path) as file:
-        for place, line, row in parsed(_lines(file)):
+        for position, line, row in parsed(_lines(file)):
             if first and isinstance(row, BadRow) and (wrong := _multiline_advice(path, line, formats)):
                 raise UserError(f"{path} {wrong}.")
             first = False
-            yield place, row
+            yield position, row
     if first:
         raise NoRowsError(f"{path} is empty; at least one row is needed.")
 
 
-def parsed(lines: Iterable[bytes]) -> Iterator[tuple[RowPlace, bytes, dict[str, Any] | BadRow]]:
-    """The rows of all lines that are not blank, with their places and their lines."""
+def parsed(lines: Iterable[bytes]) -> Iterator[tuple[RowPosition, bytes, dict[str, Any] | BadRow]]:
+    """The rows of all lines that are not blank, with their positions and their lines."""
     blank = 0
     for number, line in enumerate(lines, start=1):
         if number == 1:
             line = line.removeprefix(BOM)
         if len(line) > MAX_LINE or line.strip():
-            yield RowPlace("line", number), line, parse_line(line)
+            yield RowPosition("line", number), line, parse_line(line)
         elif (blank := blank + 1) > MAX_BLANK:
             raise UserError(too_many_blank_lines(number))
 
@@ -143,7 +143,7 @@ def read_array(path: Path, formats: RowFormats[Any] | None = None) -> Rows:
     number = 0
     with opened(path) as file:
         for number, (line, element) in enumerate(_elements(file, path), start=1):
-            yield RowPlace("row", number, line), too_long() if element is None else parse_line(element)
+            yield RowPosition("row", number, line), too_long() if element is None else parse_line(element)
     if not number:
         raise NoRowsError(f"{path} is an empty list; at least one row is needed.")
 

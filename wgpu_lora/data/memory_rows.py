@@ -10,7 +10,7 @@ from typing import Any
 from wgpu_lora.data.json_rows import MAX_LINE, parsed
 from wgpu_lora.data.json_values import dense, kind_of
 from wgpu_lora.data.row_formats import RowFormats
-from wgpu_lora.data.source import BadRow, NoRowsError, RowPlace, Rows, Source
+from wgpu_lora.data.source import BadRow, NoRowsError, RowPosition, Rows, Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.text import count_noun
 
@@ -46,14 +46,14 @@ class PythonRows:
     def rows(self, formats: RowFormats[Any]) -> Rows:
         count = 0
         for count, row in enumerate(self.items, start=1):
-            yield RowPlace("row", count), _checked(row, hasattr(self.items, "column_names"))
+            yield RowPosition("row", count), _checked(row, hasattr(self.items, "column_names"))
         if not count:
             note = "; an iterator can be read only once" if iter(self.items) is self.items else ""
             raise UserError(f"'{self.argument}' has no rows{note}: give at least one dict.")
         self._count = count
 
-    def locate(self, place: RowPlace) -> str:
-        return f"{place} of {self.argument}"
+    def locate(self, position: RowPosition) -> str:
+        return f"{position} of {self.argument}"
 
     def digest(self) -> None:
         return None
@@ -147,9 +147,9 @@ class SealedRows:
         if self._content[:2] == b"\x1f\x8b":
             raise UserError(f"{self.name} holds a gzip file: seal the JSONL file itself.")
         empty = True
-        for place, _, row in parsed(self._lines()):
+        for position, _, row in parsed(self._lines()):
             empty = False
-            yield place, row
+            yield position, row
         if empty:
             raise NoRowsError(f"{self.name} is empty; at least one row is needed.")
 
@@ -161,8 +161,8 @@ class SealedRows:
             yield bytes(self._content[start : min(end, start + MAX_LINE + 1)])
             start = end
 
-    def locate(self, place: RowPlace) -> str:
-        return f"{self.name}, {place}"
+    def locate(self, position: RowPosition) -> str:
+        return f"{self.name}, {position}"
 
     def digest(self) -> str:
         return self._sha256

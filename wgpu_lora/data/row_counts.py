@@ -1,4 +1,4 @@
-"""Counts of rows by outcome (kept, truncated, skipped, unusable), with places, for summaries and errors."""
+"""Counts of rows by outcome (kept, truncated, skipped, unusable), with positions, for summaries and errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wgpu_lora.data.json_values import canonical, row_digest
-from wgpu_lora.data.source import BadRow, RowPlace, Source
+from wgpu_lora.data.source import BadRow, RowPosition, Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.json_files import to_json
 from wgpu_lora.formats.tokenizer.conversation_rows import TokenizedExample
@@ -22,23 +22,23 @@ _NAMED, _SHOWN_BAD, _HELD = 3, 10, 1000
 
 
 @dataclass
-class PlacedCount:
-    """A count of rows, with the places of the first few."""
+class RowTally:
+    """A count of rows, with the positions of the first few."""
 
     count: int = 0
-    places: list[RowPlace] = field(default_factory=list)
+    positions: list[RowPosition] = field(default_factory=list)
 
-    def add(self, place: RowPlace, count: int = 1) -> None:
+    def add(self, position: RowPosition, count: int = 1) -> None:
         self.count += count
-        if len(self.places) < _NAMED and place not in self.places:
-            self.places.append(place)
+        if len(self.positions) < _NAMED and position not in self.positions:
+            self.positions.append(position)
 
     def __str__(self) -> str:
-        """The places in brackets, such as ' (lines 3, 9, 12, ...)'."""
-        if not self.places:
+        """The positions in brackets, such as ' (lines 3, 9, 12, ...)'."""
+        if not self.positions:
             return ""
-        ellipsis = ", ..." if self.count > len(self.places) else ""
-        return f" ({_at(self.places)}{ellipsis})"
+        ellipsis = ", ..." if self.count > len(self.positions) else ""
+        return f" ({_at(self.positions)}{ellipsis})"
 
 
 @dataclass
@@ -62,23 +62,23 @@ class RowCounts:
     keep_bad: bool = False
     examples: int = 0
     expanded: int = 0
-    cut: PlacedCount = field(default_factory=PlacedCount)
-    too_long: PlacedCount = field(default_factory=PlacedCount)
-    empty: PlacedCount = field(default_factory=PlacedCount)
-    empty_turns: PlacedCount = field(default_factory=PlacedCount)
-    unrendered: dict[str, PlacedCount] = field(default_factory=dict)
-    untrained_turns: PlacedCount = field(default_factory=PlacedCount)
-    remarks: dict[str, PlacedCount] = field(default_factory=dict)
-    untrained: PlacedCount = field(default_factory=PlacedCount)
-    truncated_away: PlacedCount = field(default_factory=PlacedCount)
-    repeated: PlacedCount = field(default_factory=PlacedCount)
-    bad: list[tuple[RowPlace, BadRow]] = field(default_factory=list)
+    cut: RowTally = field(default_factory=RowTally)
+    too_long: RowTally = field(default_factory=RowTally)
+    empty: RowTally = field(default_factory=RowTally)
+    empty_turns: RowTally = field(default_factory=RowTally)
+    unrendered: dict[str, RowTally] = field(default_factory=dict)
+    untrained_turns: RowTally = field(default_factory=RowTally)
+    remarks: dict[str, RowTally] = field(default_factory=dict)
+    untrained: RowTally = field(default_factory=RowTally)
+    truncated_away: RowTally = field(default_factory=RowTally)
+    repeated: RowTally = field(default_factory=RowTally)
+    bad: list[tuple[RowPosition, BadRow]] = field(default_factory=list)
     bad_count: int = 0
     incomplete: bool = False
     _digest: Any = field(default_factory=hashlib.sha256)
     _row_keys: set[bytes] = field(default_factory=set)
 
-    def add_row(self, place: RowPlace, row: dict[str, Any]) -> bytes | BadRow:
+    def add_row(self, position: RowPosition, row: dict[str, Any]) -> bytes | BadRow:
         """Add a row to the digest, and count repeated rows.
 
         Returns:
@@ -89,32 +89,32 @@ class RowCounts:
         except UnicodeEncodeError:
             return BadRow("a text has a lone surrogate; write the character out.", ascii(row)[:1000])
         except (ValueError, RecursionError):
-            text = repr(place).encode()
+            text = repr(position).replace("RowPosition", "RowPlace", 1).encode()  # as in earlier digests
         self._digest.update(text + b"\n")
         key = row_digest(text)
         if key in self._row_keys:
-            self.repeated.add(place)
+            self.repeated.add(position)
         self._row_keys.add(key)
         return key
 
-    def remark(self, place: RowPlace, text: str) -> None:
+    def remark(self, position: RowPosition, text: str) -> None:
         """Count a row that is not trained on quite as it is."""
-        self.remarks.setdefault(text, PlacedCount()).add(place)
+        self.remarks.setdefault(text, RowTally()).add(position)
 
-    def note_text(self, place: RowPlace, example: TokenizedExample) -> None:
+    def note_text(self, position: RowPosition, example: TokenizedExample) -> None:
         """Count what the text of an example lacks, and how it was changed."""
         for name in sorted(example.unrendered):
-            self.unrendered.setdefault(name, PlacedCount()).add(place)
+            self.unrendered.setdefault(name, RowTally()).add(position)
         for text in sorted(example.remarks):
-            self.remark(place, text)
+            self.remark(position, text)
         if example.untrained_turns:
-            self.untrained_turns.add(place, example.untrained_turns)
+            self.untrained_turns.add(position, example.untrained_turns)
 
-    def add_bad(self, place: RowPlace, problem: BadRow) -> None:
+    def add_bad(self, position: RowPosition, problem: BadRow) -> None:
         """Count an unusable row; without `keep_bad`, only the first ones are stored."""
         self.bad_count += 1
         if self.keep_bad or len(self.bad) < _HELD:
-            self.bad.append((place, problem if self.keep_bad else BadRow(problem.reason)))
+            self.bad.append((position, problem if self.keep_bad else BadRow(problem.reason)))
 
     def finish(self) -> str:
         """Finish after the last row; returns the SHA-256 of the source's bytes, or else of the rows."""
@@ -134,16 +134,16 @@ class RowCounts:
         text = f"{self.source.display_name} has {count_noun(self.bad_count, 'row')}{among} that cannot be used"
         if self.source.is_sealed:
             raise UserError(
-                f"{text}{self._bad_places()}: mend the unsealed file, about which wgpu-lora data stats says more, "
+                f"{text}{self._bad_positions()}: mend the unsealed file, about which wgpu-lora data stats says more, "
                 f"or use {flag('skip_bad_rows')}."
             )
         if len(self.bad) == 1:
-            [(place, problem)] = self.bad
-            raise UserError(f"{self.source.locate(place)}: {problem.reason}")
-        by_reason: dict[str, list[RowPlace]] = {}
-        for place, problem in self.bad[:_SHOWN_BAD]:
-            by_reason.setdefault(problem.reason, []).append(place)
-        lines = [f"{_at(places)}: {escape_unprintable(reason)}" for reason, places in by_reason.items()]
+            [(position, problem)] = self.bad
+            raise UserError(f"{self.source.locate(position)}: {problem.reason}")
+        by_reason: dict[str, list[RowPosition]] = {}
+        for position, problem in self.bad[:_SHOWN_BAD]:
+            by_reason.setdefault(problem.reason, []).append(position)
+        lines = [f"{_at(positions)}: {escape_unprintable(reason)}" for reason, positions in by_reason.items()]
         if self.bad_count > _SHOWN_BAD:
             lines.append(f"and {self.bad_count - _SHOWN_BAD:,} more")
         cure = cure or f"fix them, or skip them with {flag('skip_bad_rows')}"
@@ -204,24 +204,24 @@ class RowCounts:
             verb = "repeats" if self.repeated.count == 1 else "repeat"
             parts.append(f"{self.repeated.count:,} {verb} an earlier row{self.repeated}")
         if self.bad:
-            parts.append(f"{count_noun(self.bad_count, 'bad row')} skipped{self._bad_places()}")
+            parts.append(f"{count_noun(self.bad_count, 'bad row')} skipped{self._bad_positions()}")
         return parts
 
-    def _bad_places(self) -> PlacedCount:
-        return PlacedCount(self.bad_count, [place for place, _ in self.bad[:_NAMED]])
+    def _bad_positions(self) -> RowTally:
+        return RowTally(self.bad_count, [position for position, _ in self.bad[:_NAMED]])
 
 
 def skipped_rows(accounts: Sequence[RowCounts]) -> bytes | None:
     """The content of `skipped_rows.jsonl`: the bad rows; None if there are none.
 
-    A line has the source, the place, the reason, and the row as `content`, or its text if it cannot be parsed.
+    A line has the source, the position, the reason, and the row as `content`, or its text if it cannot be parsed.
     """
     lines = [
         _skipped_row_line(
-            {"data": account.source.path, place.unit: place.number, "reason": problem.reason}, problem.content
+            {"data": account.source.path, position.unit: position.number, "reason": problem.reason}, problem.content
         )
         for account in accounts
-        for place, problem in account.bad
+        for position, problem in account.bad
     ]
     return ("\n".join(lines) + "\n").encode() if lines else None
 
@@ -233,8 +233,8 @@ def _skipped_row_line(values: dict[str, Any], content: Any) -> str:
         return to_json({**values, "content": None})
 
 
-def _at(places: Sequence[RowPlace]) -> str:
+def _at(positions: Sequence[RowPosition]) -> str:
     """`line 3`; `lines 3, 9`; `rows 3 (line 5), 4 (line 9)`."""
-    first, *rest = places
+    first, *rest = positions
     unit = first.unit + ("s" if rest else "")
     return unit + ", ".join([str(first).removeprefix(first.unit), *(str(p).removeprefix(p.unit + " ") for p in rest)])

@@ -23,7 +23,7 @@ from wgpu_lora.data.json_rows import (
 )
 from wgpu_lora.data.json_values import dense
 from wgpu_lora.data.row_formats import RowFormats
-from wgpu_lora.data.source import BadRow, NoRowsError, RowPlace, Rows, strict_rows
+from wgpu_lora.data.source import BadRow, NoRowsError, RowPosition, Rows, strict_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.atomic import file_digest
 from wgpu_lora.files.installation import pip_line
@@ -76,8 +76,8 @@ class FileSource:
     def rows(self, formats: RowFormats[Any]) -> Rows:
         return self._read(self.file, formats)
 
-    def locate(self, place: RowPlace) -> str:
-        return f"{self.file}, {place}"
+    def locate(self, position: RowPosition) -> str:
+        return f"{self.file}, {position}"
 
     def digest(self) -> str:
         return file_digest(self.file)
@@ -122,8 +122,8 @@ def reader_of(path: Path) -> Reader:
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number from 1, object) of every line; UserError if a line is invalid."""
-    for place, row in strict_rows(FileSource(path, read_lines), EXAMPLES):
-        yield place.number, row
+    for position, row in strict_rows(FileSource(path, read_lines), EXAMPLES):
+        yield position.number, row
 
 
 # -- CSV and TSV: a header with column names, then one row of cells per example ----------------------------------------
@@ -137,7 +137,7 @@ def read_delimited(path: Path, formats: RowFormats[Any]) -> Rows:
     """Yield the rows of a file whose first line has the column names, separated by commas, semicolons or tabs.
 
     A row is what `formats` make of its cells. One that has too many or too few cells, is misquoted, or is not UTF-8 is
-    a Problem. The place of a row is its first line.
+    a Problem. The position of a row is its first line.
 
     Raises:
         UserError: the file cannot be read or is empty, its header fits no format, or a quotation mark is not closed.
@@ -152,14 +152,14 @@ def read_delimited(path: Path, formats: RowFormats[Any]) -> Rows:
                 names = _columns(cells, f"{path}, line {line}", formats)
                 continue
             empty = False
-            yield RowPlace("line", line), cells if isinstance(cells, BadRow) else _row(names, cells, formats)
+            yield RowPosition("line", line), cells if isinstance(cells, BadRow) else _row(names, cells, formats)
     if empty:
         raise NoRowsError(f"{path} is empty: add a line with the column names, and at least one row.")
 
 
 def _records(file: IO[bytes], path: Path, formats: RowFormats[Any]) -> Iterator[tuple[int, list[str] | BadRow]]:
     """(first line, cells) of every record that is not blank."""
-    lines = _Lines(file)
+    lines = _LineReader(file)
     reader = csv.reader(lines, delimiter=_delimiter(lines, formats), strict=True)
     blank = 0
     while True:
@@ -184,7 +184,7 @@ def _records(file: IO[bytes], path: Path, formats: RowFormats[Any]) -> Iterator[
             raise UserError(too_many_blank_lines(begin))
 
 
-class _Lines:
+class _LineReader:
     """The lines of a file as text, for the csv module, limited to MAX_LINE bytes per record.
 
     first: the header; skipped_lines: lines before it.
@@ -198,7 +198,7 @@ class _Lines:
             self.first = self._read()
         self._pending_lines, self.record_length, self.last = [self.first], 0, ""
 
-    def __iter__(self) -> _Lines:
+    def __iter__(self) -> _LineReader:
         return self
 
     def __next__(self) -> str:
@@ -215,7 +215,7 @@ class _Lines:
         return self._file.readline(MAX_LINE + 1).decode("utf-8", "surrogateescape")
 
 
-def _delimiter(lines: _Lines, formats: RowFormats[Any]) -> str:
+def _delimiter(lines: _LineReader, formats: RowFormats[Any]) -> str:
     """The delimiter with which the header fits a format, else the one that gives the most columns."""
     try:
         result = {mark: next(csv.reader([lines.first], delimiter=mark), []) for mark in DELIMITERS}
@@ -322,13 +322,13 @@ def rows_of(batches: Iterator[Any], growth: Growth | None = None) -> Rows:
         for part in [batch.slice(i, 1) for i in range(batch.num_rows)] if one_by_one else [batch]:
             if _decoded_bytes(part) > MAX_BATCH:
                 number += 1
-                yield RowPlace("row", number), too_long()
+                yield RowPosition("row", number), too_long()
                 continue
             if growth:
                 growth.add(max(_decoded_bytes(part), ROW_BYTES * part.num_rows))
             for row in part.to_pylist():
                 number += 1
-                yield RowPlace("row", number), {key: dense(value) for key, value in row.items()}
+                yield RowPosition("row", number), {key: dense(value) for key, value in row.items()}
 
 
 def _decoded_bytes(part: Any) -> int:

@@ -121,7 +121,7 @@ class RowFormats(Generic[T]):
 
         Raises:
             UserError: the row fits no format, a field is wrong, or a column that is not read would change what is
-                trained on. The message names the field, not the place.
+                trained on. The message names the field, not the position.
         """
         form = self._of(row)
         if form is None:

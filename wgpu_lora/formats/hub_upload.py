@@ -106,12 +106,12 @@ def merge_uploads(folders: Mapping[str, Upload], roots: Sequence[Upload], card: 
     reasons: dict[str, str] = {}
     for folder, upload in (*folders.items(), *(("", upload) for upload in roots)):
         for name, result in upload.files.items():
-            place = f"{folder}/{name}" if folder else name
+            target = f"{folder}/{name}" if folder else name
             if name == CARD and not folder:
                 continue  # its place is the card's
-            if place in files:
-                raise UserError(f"{files[place][0]} and {result[0]} would both be {place}: rename one of them.")
-            files[place], reasons[place] = result, upload.reasons[name]
+            if target in files:
+                raise UserError(f"{files[target][0]} and {result[0]} would both be {target}: rename one of them.")
+            files[target], reasons[target] = result, upload.reasons[name]
     if card:
         files[CARD], reasons[CARD] = (card, card.stat().st_size), "model card"
     notes = tuple(f"{folder}: {note}" for folder, upload in folders.items() for note in upload.notes)

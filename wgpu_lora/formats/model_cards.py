@@ -32,7 +32,7 @@ def card_of_files(name: str, kind: str, files: Mapping[str, Path]) -> str:
     """A card that lists files and their SHA-256. kind: adapter, model or GGUF."""
     library = {"adapter": "peft", "model": "transformers"}.get(kind)
     tags = ["wgpu-lora", *(["gguf"] if kind == "GGUF" else [])]
-    rows = {f"{path}, SHA-256": file_digest(place) for path, place in files.items()}
+    rows = {f"{path}, SHA-256": file_digest(file) for path, file in files.items()}
     return f"{header(None, library, tags)}\n# {name}\n\n{table(rows)}\n"
 
 

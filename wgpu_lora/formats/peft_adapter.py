@@ -65,9 +65,9 @@ def write_adapter(directory: str | Path, tensors: Mapping[str, np.ndarray], conf
     """
     files = adapter_files(tensors, config)
     directory = Path(directory)
-    with nullcontext(directory) if directory.exists() else new_directory(directory) as place:
+    with nullcontext(directory) if directory.exists() else new_directory(directory) as target:
         for name, data in files.items():
-            write_bytes_atomic(place / name, data)
+            write_bytes_atomic(target / name, data)
 
 
 def adapter_files(

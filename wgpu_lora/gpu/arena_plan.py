@@ -15,10 +15,10 @@ ENDLESS = np.array([np.iinfo(np.int64).max])
 
 @dataclass
 class ArenaPlan:
-    """Arena sizes in bytes, and the place of each temporary storage as (arena, byte offset)."""
+    """Arena sizes in bytes, and the location of each temporary storage as (arena, byte offset)."""
 
     sizes: list[int]
-    places: dict[Storage, tuple[int, int]]
+    locations: dict[Storage, tuple[int, int]]
 
     @property
     def nbytes(self) -> int:
@@ -39,7 +39,7 @@ def plan_arenas(lifetimes: dict[Storage, tuple[int, int]], max_arena: int, max_b
     order = sorted(lifetimes, key=lambda s: (-s.nbytes, lifetimes[s][0]))
     first, last, offset, end, arena = (np.zeros(len(order), np.int64) for _ in range(5))
     sizes: list[int] = []
-    places: dict[Storage, tuple[int, int]] = {}
+    locations: dict[Storage, tuple[int, int]] = {}
     for i, storage in enumerate(order):
         size = align(storage.nbytes)
         if size > min(max_arena, max_binding):
@@ -57,8 +57,8 @@ def plan_arenas(lifetimes: dict[Storage, tuple[int, int]], max_arena: int, max_b
             sizes.append(0)
         sizes[number] = max(sizes[number], at + size)
         first[i], last[i], offset[i], end[i], arena[i] = start, stop, at, at + size, number
-        places[storage] = (number, at)
-    return ArenaPlan(sizes, places)
+        locations[storage] = (number, at)
+    return ArenaPlan(sizes, locations)
 
 
 def _lowest_gap(offsets: np.ndarray, ends: np.ndarray, size: int) -> int:

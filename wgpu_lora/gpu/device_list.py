@@ -99,8 +99,8 @@ def choose_backend(selector: str | int | None, name: str | None) -> tuple[Backen
     def alike(listed: list[DeviceInfo]) -> list[DeviceInfo]:
         return [device for device in listed if (device.name, device.vendor_id) == (info.name, info.vendor_id)]
 
-    place = [device.index for device in alike(list_devices(webgpu))].index(info.index)
-    devices = [d for d in alike(list_devices(dawn)) if d.matrices and d.backend == info.backend][place:]
+    position = [device.index for device in alike(list_devices(webgpu))].index(info.index)
+    devices = [d for d in alike(list_devices(dawn)) if d.matrices and d.backend == info.backend][position:]
     return (dawn, *choose(devices[0].index, dawn)) if devices else (webgpu, info, adapter)
 
 

@@ -29,13 +29,13 @@ class Dispatch:
 
     @property
     def shader(self) -> tuple[Any, ...]:
-        """What its compute pipeline depends on; calls whose places differ are alike (`gpu.kernel.Place`)."""
+        """What its compute pipeline depends on; calls whose offsets differ are alike (`gpu.kernel.Offset`)."""
         return self.kernel.name, self.present, self.alike, self.tiling
 
     @cached_property
     def alike(self) -> tuple[tuple[str, Any], ...]:
-        compiled, places = self.kernel.compiled_in(self.constants), self.kernel.places
-        return tuple(sorted((name, bool(value) if name in places else value) for name, value in compiled.items()))
+        compiled, offsets = self.kernel.compiled_in(self.constants), self.kernel.offsets
+        return tuple(sorted((name, bool(value) if name in offsets else value) for name, value in compiled.items()))
 
     def tilings(self, capabilities: Capabilities) -> Sequence[Tiling]:
         """The tilings that can run it on a device, the default first."""

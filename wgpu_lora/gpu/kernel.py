@@ -1,12 +1,12 @@
 """A kernel's declaration: the signature is the binding table, the docstring the formula, the body the reference.
 
     @kernel("rmsnorm_forward.wgsl.j2", grid=lambda c: one_per(c.rows, 1))
-    def rmsnorm_forward(x: In, weight: Fixed, y: Out, *, rows: U32, cols: U32, eps: F32):
+    def rmsnorm_forward(x: In, weight: ReadOnly, y: Out, *, rows: U32, cols: U32, eps: F32):
         '''y[r] = x[r] * weight / sqrt(mean(x[r]^2) + eps)'''
         return x / np.sqrt(...) * weight
 
 Positional parameters are storage bindings, in order. `In`, `Out` and `InOut` may be in arenas and are declared
-`read_write` in WGSL, because tensors that share an arena's buffer may not mix access modes in one dispatch. `Fixed`
+`read_write` in WGSL, because tensors that share an arena's buffer may not mix access modes in one dispatch. `ReadOnly`
 (weights, tables, a step's inputs) is `read`. A parameter with the default None is optional, and so is its binding.
 
 Keyword parameters become constants of the shader, except for `Dim`s, which are passed in a uniform buffer `dims` whose
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 In = Annotated[Any, "in"]
 Out = Annotated[Any, "out"]
 InOut = Annotated[Any, "inout"]
-Fixed = Annotated[Any, "fixed"]
+ReadOnly = Annotated[Any, "fixed"]
 U32 = Annotated[int, "u32"]
 I32 = Annotated[int, "i32"]
 F32 = Annotated[float, "f32"]
@@ -52,7 +52,7 @@ Flag = Annotated[bool, "bool"]
 Word = Annotated[str, "word"]  # for templates only, such as an element type
 Dim = Annotated[int, "dim"]  # a u32 of the uniform `dims`, so that shapes share one compute pipeline
 T = TypeVar("T")
-Place = Annotated[T, "place"]  # Place[Dim]: says where, such as a first row; calls that differ in it are alike
+Offset = Annotated[T, "offset"]  # Offset[Dim]: such as a first row; calls that differ in it are alike
 
 ACCESS = {"in": "read_write", "out": "read_write", "inout": "read_write", "fixed": "read"}
 BINDING = re.compile(r"@group\(0\)\s*@binding\((\d+)\)\s*var<storage,\s*(read|read_write)>\s*(\w+)\s*:\s*([^;]+);")
@@ -103,7 +103,7 @@ class Kernel:
     optional: frozenset[str] = frozenset()
     constants: dict[str, str] = field(default_factory=dict)  # parameter -> u32 | f32 | bool | word | dim
     defaults: dict[str, Any] = field(default_factory=dict)
-    places: frozenset[str] = frozenset()  # constants that are a `Place`
+    offsets: frozenset[str] = frozenset()  # constants that are an `Offset`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.reference(*args, **kwargs)
@@ -234,13 +234,13 @@ def kernel(
 
     def declare(function: Callable[..., Any]) -> Kernel:
         hints = typing.get_type_hints(function, include_extras=True)
-        bindings, constants, optional, defaults, places = {}, {}, set(), {}, set()
+        bindings, constants, optional, defaults, offsets = {}, {}, set(), {}, set()
         for name, parameter in inspect.signature(function).parameters.items():
             kind = hints[name].__metadata__[0]
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
                 constants[name] = kind
-                if "place" in hints[name].__metadata__:
-                    places.add(name)
+                if "offset" in hints[name].__metadata__:
+                    offsets.add(name)
                 if parameter.default is not inspect.Parameter.empty:
                     defaults[name] = parameter.default
             else:
@@ -263,7 +263,7 @@ def kernel(
             frozenset(optional),
             constants,
             defaults,
-            frozenset(places),
+            frozenset(offsets),
         )
         assert declared.name not in REGISTRY, f"two kernels are named {declared.name}"
         REGISTRY[declared.name] = declared

@@ -107,7 +107,7 @@ class Program:
         return spans
 
     def plan(self, on_host: bool = False) -> ArenaPlan:
-        """The places of all temporaries in the device's memory, or of those in the host's."""
+        """The locations of all temporaries in the device's memory, or of those in the host's."""
         spans = {storage: span for storage, span in self.lifetimes().items() if storage.on_host == on_host}
         if on_host not in self._plans or self._plans[on_host][0] != spans:
             self._plans[on_host] = spans, plan_arenas(spans, self.device.max_buffer, self.device.max_binding)
@@ -123,8 +123,8 @@ class Program:
         """The storage of the uniform dims and its content, if there are any."""
         if dims := self._dims():
             table = np.zeros((len(dims), ALIGNMENT // 4), np.uint32)
-            for values, place in dims.items():
-                table[place, : len(values)] = values
+            for values, row in dims.items():
+                table[row, : len(values)] = values
             yield self._dims_storage(len(dims)), table
 
     def bindings(self) -> Iterator[tuple[Dispatch, list[tuple[Storage, int, int]]]]:
@@ -139,11 +139,11 @@ class Program:
 
     def _dims(self) -> dict[tuple[int, ...], int]:
         """Distinct dims of the dispatches -> index in the uniform buffer."""
-        places: dict[tuple[int, ...], int] = {}
+        indices: dict[tuple[int, ...], int] = {}
         for step in self.dispatches:
             if step.kernel.dims:
-                places.setdefault(step.dims, len(places))
-        return places
+                indices.setdefault(step.dims, len(indices))
+        return indices
 
     def _dims_storage(self, count: int) -> Storage:
         nbytes = ALIGNMENT * count
@@ -168,7 +168,7 @@ class Program:
         self.dispatches = [step if step.fixed else compiled(step, choices) for step in self.dispatches]
         for plan, buffers in ((self.plan(), arena.buffers), (self.plan(on_host=True), arena.host_buffers)):
             Arena.check(plan, buffers)
-            for storage, (number, offset) in plan.places.items():
+            for storage, (number, offset) in plan.locations.items():
                 storage.buffer, storage.offset = buffers[number], offset
         for storage, table in self.uniforms():
             self.device.write(storage.buffer, table)

@@ -6,7 +6,7 @@ class Hyper:
     enabled: F32 = 0.0
 
 @kernel("adamw.wgsl", grid=..., structs=(Hyper,))  # prepends the WGSL declaration to the shader
-def adamw(..., hyper: Fixed, ...): ...
+def adamw(..., hyper: ReadOnly, ...): ...
 
 array = struct_array(Hyper, [Hyper(learning_rate=1e-3), None])  # rows for the device; None gives zeros
 columns = struct_columns(Hyper, array)                          # columns.learning_rate is float64 [2]

@@ -280,14 +280,14 @@ class StreamedAnswer:
 
     def _emit(self, text: str, last: bool) -> str:
         self._pending += text
-        places = [(place, len(stop)) for stop in self._stop if (place := self._pending.find(stop)) >= 0]
-        if places:
+        starts = [(start, len(stop)) for stop in self._stop if (start := self._pending.find(stop)) >= 0]
+        if starts:
             self._cut, self.generation.stop_reason = True, "stop"
         keep = 0 if last else max((overlap(self._pending, stop) for stop in self._stop), default=0)
         end = len(self._pending) - keep
-        if places:
-            place, size = min(places)
-            end = place + size if self._include_stop else place
+        if starts:
+            start, size = min(starts)
+            end = start + size if self._include_stop else start
         text, self._pending = self._pending[:end], self._pending[end:]
         self._output += text
         return text

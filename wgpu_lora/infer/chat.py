@@ -88,7 +88,7 @@ class Chat:
     @property
     def speakers(self) -> dict[str, str]:
         """Who can answer, by name, and what it is."""
-        return {BASE: "the model without an adapter", **{name: str(place) for name, place in self.adapters.items()}}
+        return {BASE: "the model without an adapter", **{name: str(path) for name, path in self.adapters.items()}}
 
     def introduction(self) -> list[str]:
         """Who answers, then notes for the user."""
@@ -277,11 +277,11 @@ class ChatHistory:
 
     def undo(self) -> str | None:
         """Remove the last turn and return the user's message; None if there is none."""
-        places = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
-        if not places:
+        turns = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        if not turns:
             return None
-        text = self.messages[places[-1]]["content"]
-        del self.messages[places[-1] :]
+        text = self.messages[turns[-1]]["content"]
+        del self.messages[turns[-1] :]
         self.first = 0
         return str(text)
 

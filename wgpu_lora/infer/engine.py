@@ -49,7 +49,7 @@ class _Sequence:
     """A request that waits or runs.
 
     prompt: the tokens to compute before the next one is chosen: the request's, or all so far if they are computed anew.
-    keys: of the prompt's blocks that the cache may have or keep. place, slot, blocks: while it runs, its place among
+    keys: of the prompt's blocks that the cache may have or keep. index, slot, blocks: while it runs, its index among
     the sequences, its adapter's slot or -1, and its blocks of the cache. computed: tokens whose keys and values these
     have. begun: whether it has run before.
     """
@@ -57,7 +57,7 @@ class _Sequence:
     request: Request
     prompt: np.ndarray
     keys: list[Key]
-    place: int = -1
+    index: int = -1
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
@@ -141,8 +141,11 @@ class Engine:
         self._most_rows, self._max_slowdown = fitting[-1], max_slowdown
         self._room = fitting[0]  # tokens of prompts in a step while answers run
         self._decode_times: dict[int, deque[float]] = {}  # seconds of steps without prompts, by rows of their program
-        self._decode_rows, self._steps_beside = 0, 0  # of the newest program that decoded; steps with prompts since one
-        self._wait, self._beside = 0.0, 0  # seconds, and tokens of prompts, since the answers' newest tokens
+        self._decode_rows, self._prompt_steps = 0, 0  # of the newest program that decoded; steps with prompts since one
+        self._wait, self._waited_prompt_tokens = (
+            0.0,
+            0,
+        )  # seconds, and tokens of prompts, since the answers' newest tokens
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
@@ -172,7 +175,7 @@ class Engine:
     def _record(self, limits: EngineLimits) -> None:
         self.programs = programs = Programs(self.device, self.model.decoder, self.slots.adapters, limits)
         self.state, self._pool = programs.state, BlockPool(limits.blocks)
-        self._places = list(range(limits.sequences - 1, -1, -1))
+        self._free_indices = list(range(limits.sequences - 1, -1, -1))
 
     def all_programs(self) -> list[Program]:
         return [*self.programs.all(), *self.slots.programs]
@@ -317,7 +320,7 @@ class Engine:
         self.step_tokens = 0, 0
         to_score = next((s for s in self._running if s.request.prompt_logprobs and not s.decodes), None)
         decoding = [s for s in self._running if s.decodes]
-        room = self._room_beside(len(decoding))
+        room = self._prompt_room(len(decoding))
         pieces = self._pieces(room)
         others_wait = self._is_scoring and (decoding or pieces)  # a prompt is scored in every other step at most
         self._is_scoring = to_score is not None and room > 0 and not others_wait
@@ -333,27 +336,27 @@ class Engine:
             self._decode(decoding)
         return self._choose([*chosen, *ready]) if chosen or ready else []
 
-    def _room_beside(self, decoding: int) -> int:
+    def _prompt_room(self, decoding: int) -> int:
         """The tokens of prompts in a step beside this many answers."""
         rows = self._bucket(decoding) if decoding else 0
         if rows != self._decode_rows:
             self._decode_rows, self._room = rows, min(self.programs.prefill)
         if not decoding or self._max_slowdown is None:
             return self._most_rows
-        return self._room if rows in self._decode_times and self._steps_beside < REFRESH else 0
+        return self._room if rows in self._decode_times and self._prompt_steps < REFRESH else 0
 
     def _adjust_room(self, seconds: float) -> None:
         """Choose `_room` from how long answers have waited for their newest tokens: it grows while there is time."""
         prompts, decoded = self.step_tokens
-        self._wait, self._beside = self._wait + seconds, self._beside + prompts
+        self._wait, self._waited_prompt_tokens = self._wait + seconds, self._waited_prompt_tokens + prompts
         if self._decode_rows and not decoded:
             return  # a prompt was scored, and the answers still wait
-        waited, beside, self._wait, self._beside = self._wait, self._beside, 0.0, 0
+        waited, prompt_tokens, self._wait, self._waited_prompt_tokens = self._wait, self._waited_prompt_tokens, 0.0, 0
         if not self._decode_rows or self.step_seconds is None:
             return
         times = self._decode_times.get(self._decode_rows)
-        self._steps_beside = self._steps_beside + 1 if beside else 0
-        if not beside:
+        self._prompt_steps = self._prompt_steps + 1 if prompt_tokens else 0
+        if not prompt_tokens:
             self._decode_times.setdefault(self._decode_rows, deque(maxlen=TIMES)).append(seconds)
         elif times and self._max_slowdown is not None:
             usual = float(np.median(times))
@@ -362,7 +365,7 @@ class Engine:
             limit = self._max_slowdown * usual
             if waited > limit:
                 self._room = max((size for size in sizes if size < self._room), default=self._room)
-            elif 2 * beside > self._room and usual + larger / self._room * (waited - usual) <= limit:
+            elif 2 * prompt_tokens > self._room and usual + larger / self._room * (waited - usual) <= limit:
                 self._room = larger
 
     def _grow(self) -> None:
@@ -370,7 +373,7 @@ class Engine:
         later, with all that it has so far, before those that wait."""
         for sequence in list(self._running):
             size = max(sequence.prompt.size, sequence.computed + 1)  # all is computed anew beyond the model's switch
-            while sequence.place >= 0 and len(sequence.blocks) * BLOCK < size:
+            while sequence.index >= 0 and len(sequence.blocks) * BLOCK < size:
                 if self._pool.available:
                     sequence.blocks += self._pool.take(1)
                     continue
@@ -382,11 +385,11 @@ class Engine:
     def _admit(self) -> None:
         """Begin requests in the order that they came, while there is room for what they have so far and a block more of
         each that runs. One whose prompt begins as another's that is being computed waits for that."""
-        if not (self._waiting and self._places):
+        if not (self._waiting and self._free_indices):
             return
         computing = {key for s in self._running for key in s.keys[s.computed // BLOCK :]}
         for sequence in list(self._waiting):
-            if not self._places:
+            if not self._free_indices:
                 return
             request, size = sequence.request, sequence.prompt.size
             usable = [] if request.prompt_logprobs else sequence.keys[: (size - 1) // BLOCK]
@@ -403,7 +406,7 @@ class Engine:
             self._waiting.remove(sequence)
             self._running.append(sequence)
             computing.update(sequence.keys[len(blocks) :])
-            sequence.place, sequence.slot = self._places.pop(), slot
+            sequence.index, sequence.slot = self._free_indices.pop(), slot
             sequence.blocks = [*blocks, *self._pool.take(count)]
             sequence.computed = BLOCK * len(blocks)
             if not sequence.begun:
@@ -414,14 +417,14 @@ class Engine:
     def _stop(self, sequence: _Sequence) -> None:
         """Give up what a running sequence has."""
         self._running.remove(sequence)
-        self._places.append(sequence.place)
+        self._free_indices.append(sequence.index)
         self._pool.release(sequence.blocks)
-        sequence.place, sequence.blocks = -1, []
+        sequence.index, sequence.blocks = -1, []
         if sequence.request.adapter is not None:
             self.slots.release(sequence.request.adapter)
 
     def _end(self, sequence: _Sequence) -> None:
-        if sequence.place >= 0:
+        if sequence.index >= 0:
             self._stop(sequence)
         else:
             self._waiting.remove(sequence)
@@ -462,7 +465,7 @@ class Engine:
         rows = StepRows(
             ids=np.concatenate([s.prompt[start : ends[s]] for s, start in zip(order, starts, strict=True)]),
             positions=np.concatenate([np.arange(start, ends[s]) for s, start in zip(order, starts, strict=True)]),
-            sequences=np.repeat([s.place for s in order], sizes),
+            sequences=np.repeat([s.index for s in order], sizes),
             slots=np.repeat([s.slot for s in order], sizes),
             blocks=[s.blocks[: cdiv(ends[s], BLOCK)] for s in order],
             lengths=np.repeat([s.prompt.size for s in order], sizes),
@@ -487,7 +490,7 @@ class Engine:
         rows = StepRows(
             ids=np.array([s.request.token_ids[s.computed - len(s.request.prompt)] for s in order]),
             positions=positions,
-            sequences=np.array([s.place for s in order]),
+            sequences=np.array([s.index for s in order]),
             slots=np.array([s.slot for s in order]),
             blocks=[s.blocks[: cdiv(s.computed + 1, BLOCK)] for s in order],
             lengths=positions + 1,
@@ -613,7 +616,7 @@ class Engine:
                 replace(item, top=item.top[: request.logprobs or 0]) for item in self._logprobs(head, prompt[rows + 1])
             ]
         sequence.computed += rows.size
-        self._beside += rows.size
+        self._waited_prompt_tokens += rows.size
         if sequence.computed == prompt.size - 1:
             self._compute_rows(sequence, np.array([prompt.size - 1]), 0)
             sequence.computed = prompt.size
@@ -624,7 +627,7 @@ class Engine:
         rows = StepRows(
             ids=sequence.prompt[positions],
             positions=positions,
-            sequences=np.full(size, sequence.place),
+            sequences=np.full(size, sequence.index),
             slots=np.full(size, sequence.slot),
             blocks=[sequence.blocks[: cdiv(int(positions[-1]) + 1, BLOCK)]],
             lengths=np.full(size, sequence.prompt.size),

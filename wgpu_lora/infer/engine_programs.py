@@ -65,7 +65,7 @@ class EngineLimits:
 class StepRows:
     """The rows of a step, ordered by slot; those of a sequence are consecutive and in order.
 
-    ids, positions, sequences: int64 [n] of each row: token, position in its sequence, and the sequence's place.
+    ids, positions, sequences: int64 [n] of each row: token, position in its sequence, and the sequence's index.
     slots: of each row, -1 for the base model alone, which comes last.
     blocks: of each sequence in the order of the rows, the cache's blocks with its tokens up to the last of the step.
     lengths: of each row, tokens of its sequence so far, those of later steps of a prompt included.

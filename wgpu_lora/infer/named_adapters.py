@@ -36,7 +36,7 @@ def named_adapters(texts: Sequence[str], aliases: bool = False) -> dict[str, Pat
         UserError: a name or a directory is empty or given twice.
     """
     result: dict[str, Path] = {}
-    places: dict[str, str] = {}
+    by_path: dict[str, str] = {}
     for text in texts:
         name, directory = _split(text)
         if name in result:
@@ -44,7 +44,7 @@ def named_adapters(texts: Sequence[str], aliases: bool = False) -> dict[str, Pat
                 f"{flag('adapter')} gives two adapters the name '{name}' ({result[name]} and {directory}): give each "
                 "its own, NAME=DIR."
             )
-        first_name = places.setdefault(os.path.realpath(directory), name)
+        first_name = by_path.setdefault(os.path.realpath(directory), name)
         if first_name != name and not aliases:
             raise UserError(
                 f"{flag('adapter')} lists {directory} twice, as '{first_name}' and as '{name}': leave one out."
@@ -90,7 +90,7 @@ def model_of(adapters: Mapping[str, Path], model: str | None = None) -> str:
     if first is None:
         return "demo"
     for name, base in bases.items():
-        if _place(base) != _place(bases[first]):
+        if _resolved(base) != _resolved(bases[first]):
             raise UserError(
                 f"The adapters {first} and {name} have different base models, {bases[first]} and {base}: choose one "
                 f"with {flag('model')}."
@@ -98,7 +98,7 @@ def model_of(adapters: Mapping[str, Path], model: str | None = None) -> str:
     return bases[first]
 
 
-def _place(model: str) -> str:
+def _resolved(model: str) -> str:
     """A canonical form of paths, so that spellings compare equal; model ids are unchanged."""
     return os.path.realpath(model) if os.path.exists(model) else model
 

@@ -24,7 +24,7 @@ from wgpu_lora.infer.exact_match import Comparison
 from wgpu_lora.models.adapter_set import AdapterSet
 from wgpu_lora.models.batch_inputs import Segment, StepInputs, Tables
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.ops.loss.loss import hits, sum_by_slot, sweep
+from wgpu_lora.ops.loss.loss import hits, sum_by_slot, vocabulary_logprobs
 from wgpu_lora.ops.recorder import Recorder
 
 
@@ -73,8 +73,8 @@ class Evaluator:
         self.program = Program(model.device, "evaluation")
         recorder = Recorder(self.program)
         hidden = model.decoder.hidden(recorder, self.inputs, adapters.bind(self.inputs) if adapters else {})
-        swept = sweep(recorder, hidden, model.decoder.head, self.inputs.targets)
-        for values, total in zip((swept.logprobs, hits(recorder, swept)), self._totals, strict=True):
+        vocabulary = vocabulary_logprobs(recorder, hidden, model.decoder.head, self.inputs.targets)
+        for values, total in zip((vocabulary.logprobs, hits(recorder, vocabulary)), self._totals, strict=True):
             recorder.dispatch(sum_by_slot, values, self._target_range, total, slots=1)
 
     def storages(self) -> set[Storage]:

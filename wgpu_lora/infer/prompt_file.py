@@ -90,13 +90,13 @@ def read_requests(path: Path) -> list[Request]:
         return [Request(line, {"prompt": line}) for line in _lines(path)]
     account = RowCounts(FileSource(path, reader_of(path)))
     result = []
-    for place, row in account.source.rows(FORMATS):
+    for position, row in account.source.rows(FORMATS):
         try:
             if isinstance(row, BadRow):
                 raise UserError(row.reason)
             result.append(_request(row))
         except UserError as error:
-            account.add_bad(place, BadRow(str(error)))
+            account.add_bad(position, BadRow(str(error)))
     account.refuse_bad("fix them")
     return result
 

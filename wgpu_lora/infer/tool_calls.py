@@ -125,17 +125,17 @@ class ToolCallParser:
             return self._read_forced(last), self.calls[start:]
         while True:
             if not self._inside:
-                place = self._text.find(form.begin)
-                if form.bare and place and not self._content:
+                begin = self._text.find(form.begin)
+                if form.bare and begin and not self._content:
                     bare = self._text.lstrip()
                     if not bare and not last:
                         break
-                    place = 0 if bare.startswith("{") else place
+                    begin = 0 if bare.startswith("{") else begin
                 keep = 0 if last else overlap(self._text, form.begin)
-                end = place if place >= 0 else len(self._text) - keep
+                end = begin if begin >= 0 else len(self._text) - keep
                 content += self._text[:end]
                 self._content += self._text[:end]
-                self._text, self._inside = self._text[end:], place >= 0
+                self._text, self._inside = self._text[end:], begin >= 0
             if not self._inside:
                 break
             end = self._text.find(form.end, len(form.begin)) if form.end else -1
@@ -154,12 +154,12 @@ class ToolCallParser:
 
     def _read_forced(self, last: bool) -> str:
         """Add the calls that are complete; returns one that the end of the answer cuts off, as content."""
-        while (place := self._text.find("{")) >= 0 and not self.ended:
+        while (start := self._text.find("{")) >= 0 and not self.ended:
             try:
-                value, end = json.JSONDecoder().raw_decode(self._text, place)
+                value, end = json.JSONDecoder().raw_decode(self._text, start)
             except ValueError:
-                return self._text[place:] if last else ""
-            arguments = self._text[place : end - 1].partition(f'"{self._form.arguments}": ')[2]  # as the grammar has it
+                return self._text[start:] if last else ""
+            arguments = self._text[start : end - 1].partition(f'"{self._form.arguments}": ')[2]  # as the grammar has it
             call = tool_call(value["name"], arguments)
             self.ended = any(call["function"] == other["function"] for other in self.calls)
             if self.ended:

@@ -18,7 +18,7 @@ from wgpu_lora.models.batch_inputs import StepInputs
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.model_config import ModelConfig
-from wgpu_lora.models.parameters import PAGE_BLOCKS, Place, blocks_of, padded_table, read_arrays, write_array
+from wgpu_lora.models.parameters import PAGE_BLOCKS, PageRegion, blocks_of, padded_table, read_arrays, write_array
 from wgpu_lora.ops.gradient_norm import BLOCK
 from wgpu_lora.ops.linear.dora import adapted_norm, gram
 from wgpu_lora.ops.linear.lora import Factors, LoraSlots, LoraStack, Magnitudes
@@ -50,7 +50,7 @@ class SlotSpec:
 
 @dataclass(frozen=True)
 class Factor:
-    """The place of a module's A, B or M, its magnitudes: page, offset and stride between slots in values; padded shape.
+    """Where a module's A, B or M, its magnitudes, is: page, offset and stride between slots in values; padded shape.
 
     M is a matrix of one row."""
 
@@ -196,8 +196,8 @@ class AdapterSet:
     def of_slot(self, module: str, part: str, slot: int) -> Tensor:
         """The parameters of one of a module's PARTS in a slot, in their padded shape."""
         factor = self.factors[module, part]
-        place = 4 * (factor.offset + slot * factor.stride)
-        return Tensor(factor.shape, "f32", self.params[factor.page].storage, place, f"{module}.{part}")
+        offset = 4 * (factor.offset + slot * factor.stride)
+        return Tensor(factor.shape, "f32", self.params[factor.page].storage, offset, f"{module}.{part}")
 
     # -- host side -------------------------------------------------------------------------------------------------
 
@@ -222,25 +222,25 @@ class AdapterSet:
         """Writes a slot's matrices to `pages` (by default, the parameters), padding their rank with zeros."""
         for module, pair in matrices.items():
             for part, matrix in zip(PARTS, pair, strict=False):
-                write_array(device, pages or self.params, self._place(module, part, slot), matrix)
+                write_array(device, pages or self.params, self._region(module, part, slot), matrix)
 
     def read(
         self, device: Device, slot: int, pages: Sequence[Tensor] | None = None
     ) -> dict[str, tuple[np.ndarray, ...]]:
         """Reads a slot's (A [rank, in], B [out, rank]) by module from `pages`, with the slot's own rank; with DoRA, the
         magnitudes [out] follow."""
-        result, parts = read_arrays(device, pages or self.params, self.places(slot)), self.parts(slot)
+        result, parts = read_arrays(device, pages or self.params, self.regions(slot)), self.parts(slot)
         return {module: tuple(result[f"{module}.{part}"] for part in parts) for module in self.modules(slot)}
 
-    def places(self, slot: int) -> dict[str, Place]:
+    def regions(self, slot: int) -> dict[str, PageRegion]:
         parts = self.parts(slot)
-        return {f"{module}.{part}": self._place(module, part, slot) for module in self.modules(slot) for part in parts}
+        return {f"{module}.{part}": self._region(module, part, slot) for module in self.modules(slot) for part in parts}
 
-    def _place(self, module: str, part: str, slot: int) -> Place:
+    def _region(self, module: str, part: str, slot: int) -> PageRegion:
         factor, rank = self.factors[module, part], self.specs[slot].rank
         rows, cols = factor.shape
         stored_shape = {"A": (rank, cols), "B": (rows, rank), "M": (cols,)}[part]
-        return Place(factor.page, factor.offset + slot * factor.stride, factor.shape, stored_shape)
+        return PageRegion(factor.page, factor.offset + slot * factor.stride, factor.shape, stored_shape)
 
     def parts(self, slot: int) -> str:
         """Those of the PARTS that a slot's modules have."""
@@ -340,9 +340,9 @@ class Norms:
         self.program.run()
         for module in self._weights:
             if module in self.adapters.specs[slot].scaling:
-                place, (_, norm) = self.adapters.places(slot)[f"{module}.M"], self.adapters.gains[module]
+                region, (_, norm) = self.adapters.regions(slot)[f"{module}.M"], self.adapters.gains[module]
                 result = self.device.read(norm.storage.buffer).view(np.float32).reshape(norm.shape)
-                write_array(self.device, self.adapters.params, place, result[slot, : place.shape[1]])
+                write_array(self.device, self.adapters.params, region, result[slot, : region.shape[1]])
 
 
 def _weights(decoder: Decoder, adapters: AdapterSet) -> Iterator[tuple[str, Weight]]:

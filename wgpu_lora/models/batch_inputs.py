@@ -120,7 +120,7 @@ class StepInputs:
         ids, draws = np.zeros(size, np.uint32), np.zeros((size, 4), np.uint32)
         draws[:, 3] = np.float32(1).view(np.uint32)
         slots = self.slot_ranges.shape[0]
-        slot_ranges, places = np.zeros((slots, 2), np.uint32), np.zeros((len(segments), 2), np.int64)
+        slot_ranges, spans = np.zeros((slots, 2), np.uint32), np.zeros((len(segments), 2), np.int64)
         owners = [slots if segment.slot is None else segment.slot for segment in segments]
         order = sorted(range(len(segments)), key=owners.__getitem__)
         placing = ForkPlacement(size)
@@ -137,7 +137,7 @@ class StepInputs:
                 targets.append(segment.labels[1:][positions])
             if segment.slot is not None:
                 extend_range(slot_ranges[segment.slot], rows.min(), rows.max() + 1)
-            places[number] = count, count + positions.size
+            spans[number] = count, count + positions.size
             count += positions.size
         write(device, self.ids, ids)
         self.place(device, placing.rows)
@@ -147,7 +147,7 @@ class StepInputs:
         write(device, self.targets.rows, _padded(target_rows, size, NOWHERE))
         write(device, self.targets.ids, _padded(targets, size, 0))
         write(device, self.targets.count, np.array([count]))
-        return places
+        return spans
 
     def place(self, device: Device, rows: Rows) -> None:
         """Uploads the positions of n <= T rows and the inputs that the architecture asks for.

@@ -63,7 +63,7 @@ class LayerContext:
         """
         layers = [self._linear(module, first_row) for module in modules]
         loras = [self._lora(x, module, first_row) for module in modules]
-        return adapted_linears(self.rec, x, layers, loras, apart=self.cache is None)
+        return adapted_linears(self.rec, x, layers, loras, separate=self.cache is None)
 
     def gated(self, x: Tensor, modules: Sequence[str], first_row: int | None = None, gelu: bool = False) -> Tensor:
         """silu(first module) * second module, in one dispatch for few rows in generation; or with GELU."""

@@ -22,7 +22,7 @@ PAGE_BLOCKS = 64  # pages are multiples of this, so that offsets into per-block 
 
 
 @dataclass(frozen=True)
-class Place:
+class PageRegion:
     """Where an array is: its page, and its first value there, at a whole block.
 
     shape: there, maybe padded with zeros. stored_shape: in files, where it has the first rows and columns, or is a
@@ -83,7 +83,7 @@ class ParameterSet(Protocol):
 
     def upload_constants(self, device: Device) -> None: ...
 
-    def places(self, slot: int) -> dict[str, Place]:
+    def regions(self, slot: int) -> dict[str, PageRegion]:
         """A slot's arrays by name, such as 'model.layers.0.mlp.up_proj.A'."""
 
     def trainable(self, slot: int, config: ModelConfig) -> int:
@@ -94,14 +94,14 @@ def blocks_of(shape: tuple[int, int]) -> int:
     return -(-shape[0] * shape[1] // BLOCK)
 
 
-def read_arrays(device: Device, pages: Sequence[Tensor], places: Mapping[str, Place]) -> dict[str, np.ndarray]:
+def read_arrays(device: Device, pages: Sequence[Tensor], regions: Mapping[str, PageRegion]) -> dict[str, np.ndarray]:
     """The arrays of f32 pages, by name."""
     host = [device.read(page.storage.buffer).view(np.float32) for page in pages]
-    return {name: place.cropped(host[place.page]) for name, place in places.items()}
+    return {name: region.cropped(host[region.page]) for name, region in regions.items()}
 
 
-def write_array(device: Device, pages: Sequence[Tensor], place: Place, values: np.ndarray) -> None:
-    device.write(pages[place.page].storage.buffer, place.padded(values), 4 * place.first)
+def write_array(device: Device, pages: Sequence[Tensor], region: PageRegion, values: np.ndarray) -> None:
+    device.write(pages[region.page].storage.buffer, region.padded(values), 4 * region.first)
 
 
 def padded_table(owners: list[int]) -> np.ndarray:

@@ -13,7 +13,7 @@ from wgpu_lora.gpu.device_errors import BindingTooLarge
 from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
 from wgpu_lora.models.batch_inputs import StepInputs
 from wgpu_lora.models.model_config import ModelConfig
-from wgpu_lora.models.parameters import PAGE_BLOCKS, Place, blocks_of, padded_table, read_arrays, write_array
+from wgpu_lora.models.parameters import PAGE_BLOCKS, PageRegion, blocks_of, padded_table, read_arrays, write_array
 from wgpu_lora.ops.gradient_norm import BLOCK
 from wgpu_lora.ops.linear.trained_matrix import TrainedMatrix, snap_f16
 from wgpu_lora.ops.recorder import Recorder
@@ -34,7 +34,7 @@ class QuantConstants:
     operands: tuple[Tensor, ...]
     snapped: Tensor  # u32 [1]
     block_owners: tuple[np.ndarray, ...]
-    names: Mapping[str, Place]
+    names: Mapping[str, PageRegion]
 
     @classmethod
     def declare(cls, weights: Mapping[str, ConstantWeight], max_binding: int) -> QuantConstants:
@@ -48,7 +48,7 @@ class QuantConstants:
                     raise BindingTooLarge(f"{module}.{name}", 4 * BLOCK * blocks, max_binding)
                 if block_counts[-1] and block_counts[-1] + blocks > limit:
                     block_counts.append(0)
-                names[f"{module}.{name}"] = Place(len(block_counts) - 1, block_counts[-1] * BLOCK, shape, shape)
+                names[f"{module}.{name}"] = PageRegion(len(block_counts) - 1, block_counts[-1] * BLOCK, shape, shape)
                 block_counts[-1] += blocks
         block_owners = tuple(padded_table([0] * count) for count in block_counts)
 
@@ -84,8 +84,8 @@ class QuantConstants:
     def _views(self, module: str, weight: ConstantWeight, pages: tuple[Tensor, ...]) -> dict[str, Tensor]:
         result = {}
         for name, shape in weight.constant_shapes().items():
-            place = self.names[f"{module}.{name}"]
-            result[name] = Tensor(shape, "f32", pages[place.page].storage, 4 * place.first, f"{module}.{name}")
+            region = self.names[f"{module}.{name}"]
+            result[name] = Tensor(shape, "f32", pages[region.page].storage, 4 * region.first, f"{module}.{name}")
         return result
 
     # -- host side -------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class QuantConstants:
         """Whether passes read the parameters rounded to f16, from the next one on; gradients stay those by f32."""
         device.write(self.snapped.storage.buffer, np.array([snapped], np.uint32))
 
-    def places(self, slot: int) -> dict[str, Place]:
+    def regions(self, slot: int) -> dict[str, PageRegion]:
         return dict(self.names)
 
     def initial(self, device: Device) -> dict[str, np.ndarray]:
@@ -116,4 +116,4 @@ class QuantConstants:
         return read_arrays(device, self.params, self.names)
 
     def trainable(self, slot: int, config: ModelConfig) -> int:
-        return sum(math.prod(place.stored_shape) for place in self.names.values())
+        return sum(math.prod(region.stored_shape) for region in self.names.values())

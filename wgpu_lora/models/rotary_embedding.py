@@ -127,7 +127,7 @@ def _scaling(
         return None
     if rope_type == "yarn" and theta == 1:
         raise UserError(f"rope_theta in {where} is 1, which yarn cannot stretch: correct the file.")
-    lengths = (place.get("original_max_position_embeddings") for place in (d, rope))
+    lengths = (config.get("original_max_position_embeddings") for config in (d, rope))
     original = next((value for value in lengths if value not in (None, 0)), max_position_embeddings)
     original = positive(original, "original_max_position_embeddings", where)
     factor = rope.get("factor")
@@ -180,7 +180,7 @@ class RopeTable:
         return cls(config.rotary_dim, config.rope_theta, config.rope_scaling)
 
     @property
-    def places(self) -> RowInput | None:
+    def table_rows(self) -> RowInput | None:
         """The row of each token in the table; None if these are their positions."""
         return None
 
@@ -292,7 +292,7 @@ class LongRopeTable(RopeTable):
     """Each position has two rows, of a sequence up to the original length and of a longer one."""
 
     @property
-    def places(self) -> TableRows:
+    def table_rows(self) -> TableRows:
         assert self.rope_scaling
         return TableRows(self.rope_scaling.original_max_position_embeddings)
 
@@ -331,7 +331,7 @@ def parse_longrope(
     if kind not in ("longrope", "su", "yarn"):  # earlier names, which transformers still reads
         raise UserError(f"rope_type {kind!r:.100} in {where} is not supported: use a model with default or longrope.")
     name = "original_max_position_embeddings"
-    result = (place[name] for place in (d, rope) if place.get(name) is not None)
+    result = (config[name] for config in (d, rope) if config.get(name) is not None)
     original = whole({name: next(result, 4096)}, name, where)
     factor = positive(rope.get("factor") or positions / original, "rope factor", where)
     if rope.get("attention_factor") is not None:

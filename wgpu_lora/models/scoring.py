@@ -15,7 +15,7 @@ from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
 from wgpu_lora.models.batch_inputs import Segment, StepInputs, Tables
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.parameters import ParameterSet
-from wgpu_lora.ops.loss.loss import sweep, target_logprobs
+from wgpu_lora.ops.loss.loss import target_logprobs, vocabulary_logprobs
 from wgpu_lora.ops.recorder import Recorder
 
 
@@ -90,9 +90,13 @@ class Forward:
         hidden = model.decoder.hidden(rec, self.inputs, adapters.bind(self.inputs) if adapters else {})
         first, *rest = temperatures
         targets = self.inputs.targets
-        swept = sweep(rec, hidden, model.decoder.head, targets, self.logprobs[first], temperatures=temperatures)
+        vocabulary = vocabulary_logprobs(
+            rec, hidden, model.decoder.head, targets, self.logprobs[first], temperatures=temperatures
+        )
         for t in rest:
-            rec.dispatch(target_logprobs, swept.states[t], targets.count, self.logprobs[t], rows=tokens, rate=1 / t)
+            rec.dispatch(
+                target_logprobs, vocabulary.states[t], targets.count, self.logprobs[t], rows=tokens, rate=1 / t
+            )
 
     def storages(self) -> set[Storage]:
         return self.inputs.storages() | self.program.persistent_storages()
@@ -133,11 +137,11 @@ class Scorer(ForwardPasses[Forward]):
         lengths = [sum(segment.tokens for segment in segments) for segments in samples]
         for together, forward in self.batches(lengths):
             segments = [replace(segment, draws=None) for i in together for segment in samples[i]]
-            places = iter(forward.inputs.upload(self.device, segments))
+            remaining = iter(forward.inputs.upload(self.device, segments))
             forward.program.run()
             buffers = {t: forward.logprobs[t].storage.buffer for t in {sample_temperatures[i] for i in together}}
             values = {t: self.device.read(buffer).view(np.float32) for t, buffer in buffers.items()}
             for i in together:
-                spans = [next(places) for _ in samples[i]]
+                spans = [next(remaining) for _ in samples[i]]
                 result[i] = [values[sample_temperatures[i]][start:stop].copy() for start, stop in spans]
         return [result[i] for i in range(len(samples))]

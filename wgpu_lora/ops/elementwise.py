@@ -7,7 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, Flag, Grid, In, InOut, Kernel, Out, Place, kernel, linear_grid
+from wgpu_lora.gpu.kernel import (
+    F32,
+    U32,
+    Dim,
+    Flag,
+    Grid,
+    In,
+    InOut,
+    Kernel,
+    Offset,
+    Out,
+    ReadOnly,
+    kernel,
+    linear_grid,
+)
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.ops.recorder import Recorder
@@ -90,7 +104,7 @@ def pcg(v: np.ndarray) -> np.ndarray:
 
 @kernel("dropout.wgsl", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear", "dropout"))
 def dropout_apply(
-    x: In, draws: Fixed, y: InOut, *, rows: U32, cols: U32, module: Place[U32], accumulate: Flag = False
+    x: In, draws: ReadOnly, y: InOut, *, rows: U32, cols: U32, module: Offset[U32], accumulate: Flag = False
 ) -> Any:
     """y (+)= x keep / (1 - p), keep hashed from dropout keys: draws[t] = (key, key, p 2^32, bits of 1 / (1 - p))."""
     draws = draws.reshape(rows, 4).astype(np.uint32)
@@ -125,7 +139,7 @@ def _gated(rec: Recorder, gate: Tensor, up: Tensor, forward: Kernel, back: Kerne
 
 
 @kernel("dropout_split.wgsl", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear", "dropout"))
-def dropout_split(x: In, draws: Fixed, dropped: Out, rest: Out, *, rows: U32, cols: U32, module: Place[U32]) -> Any:
+def dropout_split(x: In, draws: ReadOnly, dropped: Out, rest: Out, *, rows: U32, cols: U32, module: Offset[U32]) -> Any:
     """dropped = x keep / (1 - p), as in `dropout_apply`, and rest = x - dropped."""
     dropped = dropout_apply(x, draws, np.zeros((rows, cols)), rows=rows, cols=cols, module=module)
     return dropped, x.reshape(rows, cols) - dropped
@@ -133,7 +147,15 @@ def dropout_split(x: In, draws: Fixed, dropped: Out, rest: Out, *, rows: U32, co
 
 @kernel("dropout_join.wgsl", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear", "dropout"))
 def dropout_join(
-    dropped: In, draws: Fixed, rest: In, x: InOut, *, rows: U32, cols: U32, module: Place[U32], accumulate: Flag = False
+    dropped: In,
+    draws: ReadOnly,
+    rest: In,
+    x: InOut,
+    *,
+    rows: U32,
+    cols: U32,
+    module: Offset[U32],
+    accumulate: Flag = False,
 ) -> Any:
     """x (+)= rest + (dropped - rest) keep / (1 - p), the gradient of `dropout_split`."""
     rest = rest.reshape(rows, cols)
@@ -188,20 +210,20 @@ def put_columns(x: In, y: InOut, *, rows: Dim, cols: U32, width: U32, first: U32
 
 def split_columns(rec: Recorder, x: Tensor, parts: Sequence[Tensor]) -> None:
     """Copies the columns of x [T, sum of widths] to `parts`, [T, width] each, in order. x must have no other use."""
-    places = list(_places(x, parts))
-    for part, shape in places:
+    slices = list(_slices(x, parts))
+    for part, shape in slices:
         rec.dispatch(take_columns, x, part, **shape)
     rec.save_for_backward(*parts)
 
     def backward() -> None:
         dx = rec.new_gradient(x)
-        for part, shape in places:
+        for part, shape in slices:
             rec.dispatch(put_columns, rec.gradient(part), dx, **shape)
 
     rec.node(backward, inputs=[x], outputs=list(parts))
 
 
-def _places(x: Tensor, parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, dict[str, int]]]:
+def _slices(x: Tensor, parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, dict[str, int]]]:
     rows, first = x.shape[0], 0
     for part in parts:
         width = part.size // rows

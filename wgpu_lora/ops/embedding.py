@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Kernel, Out, Place, Word, kernel, linear_grid
+from wgpu_lora.gpu.kernel import F32, U32, In, InOut, Kernel, Offset, Out, ReadOnly, Word, kernel, linear_grid
 from wgpu_lora.gpu.reference_values import Part
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Arrays, Constants
@@ -72,9 +72,9 @@ def local_rows(ids: np.ndarray, first: int, count: int) -> tuple[np.ndarray, np.
     """The rows of [first, first + count) that ids use, with the first, and the ids as their indices."""
     ids = ids.reshape(-1).astype(np.int64)
     rows = np.unique(np.append(ids[(ids >= first) & (ids < first + count)], first))
-    places = np.searchsorted(rows, ids)
-    present = rows.take(places, mode="clip") == ids
-    return rows, np.where(present, places, 0xFFFFFFFF).astype(np.uint32)
+    indices = np.searchsorted(rows, ids)
+    present = rows.take(indices, mode="clip") == ids
+    return rows, np.where(present, indices, 0xFFFFFFFF).astype(np.uint32)
 
 
 def put_rows(ids: np.ndarray, table: np.ndarray, y: np.ndarray, first: int, scale: float) -> np.ndarray:
@@ -88,7 +88,7 @@ def put_rows(ids: np.ndarray, table: np.ndarray, y: np.ndarray, first: int, scal
 
 @kernel("embedding.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear", "half"), part=rows_asked_for)
 def embedding_rows(
-    ids: Fixed, b: Fixed, y: InOut, *, rows: U32, cols: U32, first: Place[U32], count: U32, b_type: Word = "f32",
+    ids: ReadOnly, b: ReadOnly, y: InOut, *, rows: U32, cols: U32, first: Offset[U32], count: U32, b_type: Word = "f32",
     scale: F32 = 1.0,
 ) -> Any:  # fmt: skip
     """y[t] = scale b[ids[t] - first] for ids in [first, first + count); other rows are unchanged."""
@@ -96,7 +96,7 @@ def embedding_rows(
 
 
 @kernel("gather_rows.wgsl", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear",))
-def gather_rows(x: In, rows_of: Fixed, y: InOut, *, rows: U32, cols: U32) -> Any:
+def gather_rows(x: In, rows_of: ReadOnly, y: InOut, *, rows: U32, cols: U32) -> Any:
     """y[r] = x[rows_of[r]], unchanged if rows_of[r] is 0xffffffff."""
     result, index = y.reshape(rows, cols).copy(), rows_of.reshape(-1).astype(np.int64)
     valid = np.flatnonzero(index != 0xFFFFFFFF)
@@ -105,7 +105,7 @@ def gather_rows(x: In, rows_of: Fixed, y: InOut, *, rows: U32, cols: U32) -> Any
 
 
 @kernel("scatter_rows.wgsl", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear",))
-def scatter_rows(x: In, rows_of: Fixed, y: InOut, *, rows: U32, cols: U32) -> Any:
+def scatter_rows(x: In, rows_of: ReadOnly, y: InOut, *, rows: U32, cols: U32) -> Any:
     """y[rows_of[r]] = x[r], skipped if rows_of[r] is 0xffffffff."""
     result, index = y.reshape(-1, cols).copy(), rows_of.reshape(-1).astype(np.int64)
     valid = np.flatnonzero(index != 0xFFFFFFFF)

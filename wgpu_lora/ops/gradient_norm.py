@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, by_subgroup, kernel, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, In, InOut, Out, ReadOnly, by_subgroup, kernel, row_grid
 from wgpu_lora.gpu.reference_values import select_blocks
 from wgpu_lora.gpu.struct import struct_columns
 
@@ -39,7 +39,7 @@ def square_sums(x: In, sums: Out, *, blocks: U32) -> Any:
 
 @kernel("gradient_norm.wgsl.j2", grid=row_grid(lambda c: c.slots), structs=(Clip,), variants=by_subgroup)
 def gradient_norm(
-    sums: In, block_owners: Fixed, clips: Fixed, loss: In, report: Out, *, slots: U32, blocks: U32
+    sums: In, block_owners: ReadOnly, clips: ReadOnly, loss: In, report: Out, *, slots: U32, blocks: U32
 ) -> Any:
     """report[s] = (norm, clipping factor, 1 if the update may be applied, loss)."""
     clip, report = struct_columns(Clip, clips), np.zeros((slots, 4))
@@ -53,7 +53,7 @@ def gradient_norm(
 
 
 @kernel("update_gate.wgsl.j2", grid=row_grid(lambda c: c.slots), variants=by_subgroup)
-def update_gate(diverged: In, block_owners: Fixed, report: InOut, *, slots: U32, blocks: U32) -> Any:
+def update_gate(diverged: In, block_owners: ReadOnly, report: InOut, *, slots: U32, blocks: U32) -> Any:
     """report[s, 2] = 0 if any block of slot s would diverge."""
     report = report.reshape(slots, 4).copy()
     hit = block_owners[:blocks][diverged[:blocks] != 0].astype(np.int64)

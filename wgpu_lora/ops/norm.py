@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, by_subgroup, kernel, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, Flag, In, InOut, Out, ReadOnly, by_subgroup, kernel, row_grid
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.recorder import Recorder
 
 
 @kernel("rmsnorm_forward.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
 def rmsnorm_forward(
-    x: In, weight: Fixed, y: Out, rstd: Out, branch: In = None, total: Out = None, *, rows: U32, cols: U32, eps: F32
+    x: In, weight: ReadOnly, y: Out, rstd: Out, branch: In = None, total: Out = None, *, rows: U32, cols: U32, eps: F32
 ) -> Any:
     """y[r] = x[r] * rstd[r] * weight, with rstd[r] = 1 / sqrt(mean(x[r]^2) + eps); of total = x + branch, if given."""
     x = x.reshape(rows, cols) + (0 if branch is None else branch.reshape(rows, cols))
@@ -23,7 +23,7 @@ def rmsnorm_forward(
 
 @kernel("rmsnorm_backward.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
 def rmsnorm_backward(
-    x: In, weight: Fixed, rstd: In, dy: In, dx: InOut, *, rows: U32, cols: U32, accumulate: Flag = False
+    x: In, weight: ReadOnly, rstd: In, dy: In, dx: InOut, *, rows: U32, cols: U32, accumulate: Flag = False
 ) -> Any:
     """dx (+)= rstd * (g - x rstd^2 mean(g x)), with g = dy * weight."""
     x, dy = x.reshape(rows, cols), dy.reshape(rows, cols)
@@ -84,7 +84,7 @@ def _parts(x: Any, gate: Any, rows: int, cols: int, eps: float) -> Any:
 
 
 @kernel("gated_norm_forward.wgsl.j2", lib=("logistic",), **PER_ROW)
-def gated_norm_forward(x: In, gate: In, weight: Fixed, y: Out, *, rows: U32, cols: U32, eps: F32) -> Any:
+def gated_norm_forward(x: In, gate: In, weight: ReadOnly, y: Out, *, rows: U32, cols: U32, eps: F32) -> Any:
     """y[r] = weight * x[r] / sqrt(mean(x[r]^2) + eps) * silu(gate[r])."""
     x, gate, rstd, s = _parts(x, gate, rows, cols, eps)
     return weight * x * rstd * gate * s
@@ -92,7 +92,7 @@ def gated_norm_forward(x: In, gate: In, weight: Fixed, y: Out, *, rows: U32, col
 
 @kernel("gated_norm_backward.wgsl.j2", lib=("logistic",), **PER_ROW)
 def gated_norm_backward(
-    x: In, gate: In, weight: Fixed, dy: In, dx: Out, dgate: Out, *, rows: U32, cols: U32, eps: F32
+    x: In, gate: In, weight: ReadOnly, dy: In, dx: Out, dgate: Out, *, rows: U32, cols: U32, eps: F32
 ) -> Any:
     """dgate = dy n silu'(gate) with n = weight * x rstd; dx = rstd (h - x rstd^2 mean(h x)) with h = dy silu(gate)
     weight."""

@@ -97,17 +97,17 @@ def _in_child(
         if child:
             child.end()
     if "invalid" in answer:
-        group, place = answer["invalid"]
-        pattern = groups[group][child_patterns[group][place][0]]
+        group, index = answer["invalid"]
+        pattern = groups[group][child_patterns[group][index][0]]
         raise UserError(f"{pattern!r:.200} is not a regular expression ({answer['detail']:.200})")
     return [
-        [None if place is None else child_patterns[group][place][0] for place in places]
-        for group, places in enumerate(answer["matches"])
+        [None if index is None else child_patterns[group][index][0] for index in indices]
+        for group, indices in enumerate(answer["matches"])
     ]
 
 
 def _answer(request: tuple[list[list[str]], list[str]]) -> dict[str, Any]:
-    """In the child: the first patterns of groups that match names, or the place of one that is invalid."""
+    """In the child: the first patterns of groups that match names, or the index of one that is invalid."""
     groups, names = request
     compiled: list[list[re.Pattern[str]]] = []
     for group in groups:

@@ -107,8 +107,14 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _spread(values: Sequence[float]) -> dict[str, Any]:
-    low, high = min(values), max(values)
-    return {"rows": len(values), "median": statistics.median(values), "min": low, "max": high, "spread": high - low}
+    minimum, maximum = min(values), max(values)
+    return {
+        "rows": len(values),
+        "median": statistics.median(values),
+        "min": minimum,
+        "max": maximum,
+        "spread": maximum - minimum,
+    }
 
 
 def interpretation(rows: Sequence[Row]) -> list[str]:

@@ -172,8 +172,8 @@ def request_of(tasks: Sequence[AdapterTask], home: Path) -> list[dict[str, Any]]
     result = []
     for task in tasks:
         values = {name: value for name, value in vars(task).items() if name != "rows"}
-        place = os.path.relpath(Path(task.checkpoint), home)
-        result.append({**values, "options": dict(task.options), "checkpoint": place})
+        checkpoint = os.path.relpath(Path(task.checkpoint), home)
+        result.append({**values, "options": dict(task.options), "checkpoint": checkpoint})
     return result
 
 
@@ -202,7 +202,7 @@ def tasks_of_request(request: Mapping[str, Any], home: Path) -> list[AdapterTask
     return tasks
 
 
-def named_apart(tasks: Sequence[AdapterTask]) -> list[AdapterTask]:
+def uniquely_named(tasks: Sequence[AdapterTask]) -> list[AdapterTask]:
     """The tasks, where those with the same name as another are renamed to their whole paths."""
     names = [task.name for task in tasks]
     return [
@@ -213,30 +213,30 @@ def named_apart(tasks: Sequence[AdapterTask]) -> list[AdapterTask]:
     ]
 
 
-def check_apart(tasks: Sequence[AdapterTask]) -> None:
+def check_distinct(tasks: Sequence[AdapterTask]) -> None:
     """Raise UserError if two adapters have the same name, or would write to the same directory."""
-    check_directories_apart([(task.name, task.checkpoint) for task in tasks])
+    check_distinct_directories([(task.name, task.checkpoint) for task in tasks])
     names = [task.name for task in tasks]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"Two adapters are named '{twice}': give each a 'name' of its own in the adapters file.")
 
 
-def check_directories_apart(adapters: Sequence[tuple[str, str]], *, ignore_case: bool = False) -> None:
+def check_distinct_directories(adapters: Sequence[tuple[str, str]], *, ignore_case: bool = False) -> None:
     """Raise UserError if two adapters, by name and directory, would write to the same directory."""
     owners: dict[Path, tuple[str, str]] = {}
     for name, directory in adapters:
         check_links(Path(directory))
-        place = Path(directory).resolve()
-        if place.exists() and not place.is_dir():
+        path = Path(directory).resolve()
+        if path.exists() and not path.is_dir():
             raise UserError(f"The directory {directory} of adapter '{name}' is a file: choose another.")
-        place = Path(str(place).casefold()) if ignore_case else place
-        if place in owners:
+        path = Path(str(path).casefold()) if ignore_case else path
+        if path in owners:
             raise UserError(
-                f"{directory} is the directory of adapter '{owners[place][0]}' and adapter '{name}': give each its own."
+                f"{directory} is the directory of adapter '{owners[path][0]}' and adapter '{name}': give each its own."
             )
-        owners[place] = name, directory
-    for place, (name, directory) in owners.items():
-        if around := next((owners[parent] for parent in place.parents if parent in owners), None):
+        owners[path] = name, directory
+    for path, (name, directory) in owners.items():
+        if around := next((owners[parent] for parent in path.parents if parent in owners), None):
             raise UserError(
                 f"{directory}, the directory of adapter '{name}', is inside another adapter's directory, {around[1]}: "
                 "put them side by side."

@@ -12,7 +12,7 @@ import numpy as np
 
 from wgpu_lora.data import UNTRAINED, Row, Sample, Source, StreamDecoder, TokenizedData, Tokenizer
 from wgpu_lora.data.row_formats import Fields, RowFormat, RowFormats
-from wgpu_lora.data.source import BadRow, RowPlace, Rows
+from wgpu_lora.data.source import BadRow, RowPosition, Rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.model_files import ModelFiles
@@ -184,7 +184,7 @@ class RowPreview:
     them or was changed. refusal: why nothing is trained on, or None.
     """
 
-    place: RowPlace
+    position: RowPosition
     rows: list[list[Token]]
     notes: list[str]
     refusal: str | None = None
@@ -204,22 +204,22 @@ def preview_rows(
     args, _ = fit_length(replace(args, skip_bad_rows=False), model.config.max_position_embeddings)
     args = with_template_date(args, model)
     last, tools = max(numbers, default=3), tools_of(args)
-    for number, (place, row) in enumerate(source.rows(formats_of(objective_of(args))), 1):
+    for number, (position, row) in enumerate(source.rows(formats_of(objective_of(args))), 1):
         if number in numbers or not numbers:
-            yield _preview(args, model, _OneRow(source, place, row), tools)
+            yield _preview(args, model, _OneRow(source, position, row), tools)
         if number == last:
             return
 
 
 def _preview(args: TrainingArguments, model: ModelFiles, data: _OneRow, tools: Tools | None) -> RowPreview:
     if isinstance(data.row, BadRow):
-        return RowPreview(data.place, [], [], data.row.reason)
+        return RowPreview(data.position, [], [], data.row.reason)
     try:
         prepared = prepared_for(args, model, data, tools=tools)
     except UserError as error:
-        return RowPreview(data.place, [], [], str(error).removeprefix(f"{data.source.locate(data.place)}: "))
-    notes = [note.removesuffix(f" ({data.place})") for note in prepared.account.outcomes(args.length)]
-    return RowPreview(data.place, [_tokens(row, model.tokenizer) for row in prepared.rows], notes)
+        return RowPreview(data.position, [], [], str(error).removeprefix(f"{data.source.locate(data.position)}: "))
+    notes = [note.removesuffix(f" ({data.position})") for note in prepared.account.outcomes(args.length)]
+    return RowPreview(data.position, [_tokens(row, model.tokenizer) for row in prepared.rows], notes)
 
 
 def _tokens(row: Row, tokenizer: Tokenizer | None) -> list[Token]:
@@ -244,14 +244,14 @@ class _OneRow:
     """A source of a single row of another one."""
 
     source: Source
-    place: RowPlace
+    position: RowPosition
     row: dict[str, Any] | BadRow
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)
 
     def rows(self, formats: RowFormats[Any]) -> Rows:
-        return iter([(self.place, self.row)])
+        return iter([(self.position, self.row)])
 
     def digest(self) -> str | None:
         return None

@@ -95,7 +95,7 @@ class Job(Generic[Record]):
                 stack.enter_context(locked(directory))
             label = f"finetune {self.directories()[-1]}"
             seconds = args.wait_seconds()
-            stack.enter_context(claim(self.session.device, need, label, budget, seconds, events, self._beside))
+            stack.enter_context(claim(self.session.device, need, label, budget, seconds, events, self._fitting_options))
             stack.enter_context(track_runs(self.runs, info, self.home, events))
             try:
                 for run in self.runs:
@@ -113,7 +113,7 @@ class Job(Generic[Record]):
                     if run.rollouts:
                         run.rollouts.close()
 
-    def _beside(self, free: int) -> str:
+    def _fitting_options(self, free: int) -> str:
         """Options that would make the run fit into the free memory."""
         result = options_that_fit(free, self.run.args, self.replan)
         return f"run with {result}" if result else ""

@@ -22,7 +22,7 @@ from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.models.synthetic_models import synthetic_model
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.train.adapter_tasks import AdapterTask, check_apart, named_apart, request_of
+from wgpu_lora.train.adapter_tasks import AdapterTask, check_distinct, request_of, uniquely_named
 from wgpu_lora.train.data_parallel.leader import DataParallelLeader, check_shared
 from wgpu_lora.train.job import Job, distinct, locked
 from wgpu_lora.train.loop.slot_policy import POLICIES, make_policy
@@ -47,7 +47,7 @@ from wgpu_lora.train.run.multi_adapter_state import (
 )
 from wgpu_lora.train.run.records import PipelineRecord, RunRecord
 from wgpu_lora.train.run.resume import check_output_free
-from wgpu_lora.train.run.run_checkpoint import sweep_run
+from wgpu_lora.train.run.run_checkpoint import remove_run_leftovers
 from wgpu_lora.train.run.run_state import STATE
 from wgpu_lora.train.run.stop_reasons import FINISHED, OUTCOMES
 from wgpu_lora.train.run.teacher_setup import with_template_date
@@ -156,7 +156,7 @@ def prepare_multi_adapter_job(
     Raises:
         UserError: the tasks, the data, the model, the options or the device are unsuitable.
     """
-    tasks = named_apart(tasks)
+    tasks = uniquely_named(tasks)
     _check(args, tasks, schedule, batch_tokens)
     if not planning:
         check_libraries(args.report_to)
@@ -267,7 +267,7 @@ def _check(args: TrainingArguments, tasks: Sequence[AdapterTask], schedule: str,
         )
     if args.data is not None:
         raise UserError(f"{flag('data')} and {flag('adapters')} cannot be combined: every adapter names its own data.")
-    check_apart(tasks)
+    check_distinct(tasks)
 
 
 def _batch_tokens(runs: Sequence[AdapterRun], schedule: str, batch_tokens: int | None) -> int:
@@ -315,6 +315,6 @@ def _recovered(home: Path, tasks: Sequence[AdapterTask]) -> MultiAdapterState:
     with ExitStack() as stack:
         for directory in distinct([*(directories[name] for name in state.steps), home]):
             stack.enter_context(locked(directory))
-        sweep_run(home)
+        remove_run_leftovers(home)
         recover(state, directories)
     return state

@@ -69,7 +69,7 @@ def prepare_run(
         reference = frozen_adapter(path, model.config)
         check_reference_base(path, model.name, model.checkpoint.digest())
     args, begins = init_from_reference(args, objective)
-    args, subject = trainable_for(args, model, storage)
+    args, trainable = trainable_for(args, model, storage)
     if args.rounded_from and args.train == "quant-scales":
         open_unrounded_model(args, model.device, model.config)
     tools = tools_of(args)
@@ -95,9 +95,9 @@ def prepare_run(
         if (value := getattr(args, option)) and not heldout:
             notes.append(f"note: {setting(option, value)} does nothing, since no rows are held out ({use})")
     digests = model.checkpoint.digest(), model.config.digest()
-    taught = teacher, teacher.digest() if teacher else cached
+    of_teacher = teacher, teacher.digest() if teacher else cached
     return AdapterRun(
-        slot, args, subject, stream, heldout, *digests, name, tuple(notes), reference, *taught, storage=storage,
+        slot, args, trainable, stream, heldout, *digests, name, tuple(notes), reference, *of_teacher, storage=storage,
         rollouts=rollouts,
     )  # fmt: skip
 

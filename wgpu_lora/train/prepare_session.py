@@ -30,12 +30,12 @@ def with_base_dtype(model: LoadedModel, base_dtype: str) -> LoadedModel:
     return replace(model, decoder=new_decoder, weights_loaded=False)
 
 
-def trainable_parameters(model: LoadedModel, subjects: Sequence[Trainable]) -> ParameterSet:
+def trainable_parameters(model: LoadedModel, trainables: Sequence[Trainable]) -> ParameterSet:
     """The parameters of these slots."""
-    first, *_ = subjects
+    first, *_ = trainables
     if isinstance(first, TrainableQuantScales):
         return QuantConstants.declare(first.weights, model.device.max_binding)
-    adapters = [subject for subject in subjects if isinstance(subject, TrainableAdapter)]
+    adapters = [trainable for trainable in trainables if isinstance(trainable, TrainableAdapter)]
     return AdapterSet.declare(model.config, [adapter.spec for adapter in adapters], model.device.max_binding)
 
 
@@ -58,7 +58,7 @@ def prepare_session(
         empty_slot = SlotSpec(1, {next(iter(model.config.lora_modules)): 1.0})  # B is zero
         trained = AdapterSet.declare(model.config, [empty_slot], model.device.max_binding)
     else:
-        trained = trainable_parameters(model, [run.subject for run in runs])
+        trained = trainable_parameters(model, [run.trainable for run in runs])
     args = runs[0].args
     heldout = [n for run in runs if run.heldout and not run.rollouts for n in group_lengths(run.heldout)]
     streams = [s for run in runs for s in (run.stream, run.heldout_stream if run.heldout else None) if s]

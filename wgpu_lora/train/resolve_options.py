@@ -40,11 +40,11 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def resolve_options(
-    options: Mapping[str, Any], recipe: str | None, where: str, demo: bool = True, beside: str | None = None
+    options: Mapping[str, Any], recipe: str | None, where: str, demo: bool = True, checkpoint: str | None = None
 ) -> tuple[TrainingArguments, Path | None]:
     """The options, over those of a recipe or of a resumed run; also the recipe's path.
 
-    With `demo`, the demo's recipe is used if there is neither a recipe nor data nor another model. `beside` is a
+    With `demo`, the demo's recipe is used if there is neither a recipe nor data nor another model. `checkpoint` is a
     pipeline's first checkpoint directory, which leads to the pipeline's record if there is no output.
     """
     options = named(options, where)
@@ -53,7 +53,7 @@ def resolve_options(
 
         path = find_recipe(recipe) if recipe else None
         values = {**(named(read_recipe(path), f"The recipe {path}") if path else {}), **options}
-        return resumed_options(values, Path(values.get("output") or beside or _last_output()), where), path
+        return resumed_options(values, Path(values.get("output") or checkpoint or _last_output()), where), path
     if demo and recipe is None and not options.get("data") and options.get("model") in (None, "demo"):
         recipe = "demo"
     if recipe is None:

@@ -137,7 +137,7 @@ def test_other_machines_reach_nothing(commands: Commands, monkeypatch: pytest.Mo
 def test_a_ray_that_was_killed_is_forgotten(commands: Commands) -> None:
     running, fresh = local.start_ray(lambda: {"webgpu:x": 1})
     assert fresh
-    assert oct(Path(running.place, "token").stat().st_mode)[-3:] == "600"
+    assert oct(Path(running.directory, "token").stat().st_mode)[-3:] == "600"
     assert local.start_ray(dict) == (running, False)
     from wgpu_lora.cluster.launch import node_processes as processes
 
@@ -145,5 +145,5 @@ def test_a_ray_that_was_killed_is_forgotten(commands: Commands) -> None:
         process.kill()
     output = commands.run("status", "--local", code=2)
     assert "Ray does not run on this machine" in output
-    assert not Path(running.place).exists()
+    assert not Path(running.directory).exists()
     assert "nothing: Ray does not run" in commands.run("down", "--local")

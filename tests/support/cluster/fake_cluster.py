@@ -14,11 +14,11 @@ from wgpu_lora.cluster.messages import (
     DeviceView,
     NodeFacts,
     Parcel,
-    Progress,
     RunView,
     Snapshot,
     StoredFile,
     Task,
+    TaskProgress,
     TaskView,
     Versions,
 )
@@ -39,7 +39,9 @@ def node_facts(host: str, *devices: DeviceFacts, versions: Versions = VERSIONS) 
 
 
 def task_view(name: str, state: str = "running", step: int = 1, **more: Any) -> TaskView:
-    progress = Progress(step, 10, **{k: more.pop(k) for k in ("loss", "eval_loss", "tokens_per_second") if k in more})
+    progress = TaskProgress(
+        step, 10, **{k: more.pop(k) for k in ("loss", "eval_loss", "tokens_per_second") if k in more}
+    )
     return TaskView("r", name, state, more.pop("device", None), progress, more.pop("output", f"/out/{name}"), **more)
 
 

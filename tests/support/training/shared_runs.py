@@ -97,8 +97,8 @@ def assert_resumes_exactly(job: Callable[..., Any], place: Path, **options: Any)
     assert job(place / "b", **options, resume=True).train().adapter_sha256 == whole.adapter_sha256
 
 
-def pipeline_options(**changes: Any) -> dict[str, Any]:
-    """Options that the adapters of `pipeline_adapters` share."""
+def multi_adapter_options(**changes: Any) -> dict[str, Any]:
+    """Options that the adapters of `multi_adapter_tasks` share."""
     return {
         "lora_r": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_length": 16,
         "packing": False, "learning_rate": 1e-3, "num_train_epochs": 2.0, "logging_steps": 1, "save_steps": 3,
@@ -107,7 +107,7 @@ def pipeline_options(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def pipeline_adapters(place: Path, name: str) -> list[dict[str, Any]]:
+def multi_adapter_tasks(place: Path, name: str) -> list[dict[str, Any]]:
     """Three adapters that differ in rank, targets, dropout, weight and length of the run, in `place`/`name`."""
     own: dict[str, dict[str, Any]] = {
         "a": {"dropout": 0.1},
@@ -129,10 +129,10 @@ def pipeline_adapters(place: Path, name: str) -> list[dict[str, Any]]:
     ]
 
 
-def train_pipeline(model: LoadedModel, place: Path) -> None:
-    """Train `finished_pipeline`: at most four steps of each adapter; its record is in `place`/run/pipeline."""
-    how = pipeline_options(max_steps=4, save_steps=1, output=str(place / "run" / "pipeline"))
-    MultiAdapterPipeline(pipeline_adapters(place, "run"), model, **how).train()
+def train_multi_adapter(model: LoadedModel, place: Path) -> None:
+    """Train `finished_multi_adapter_run`: at most four steps of each adapter; its record is in `place`/run/pipeline."""
+    how = multi_adapter_options(max_steps=4, save_steps=1, output=str(place / "run" / "pipeline"))
+    MultiAdapterPipeline(multi_adapter_tasks(place, "run"), model, **how).train()
 
 
 def edit_json(path: Path, **changes: Any) -> None:

@@ -363,8 +363,10 @@ def test_characters_that_the_page_tokenises_otherwise_are_refused(
     """Other characters, also those of the blocks beside theirs, have the ids of the package."""
     tokenizer = Tokenizer.load(DEMO_MODEL)
     assert tokenizer
-    digests, place = blocks_of(tokenizer.files()["tokenizer.json"]), 8 * (ord("\u00e9") >> 4)
-    monkeypatch.setattr(web_site, "block_digests", lambda tokenizer: f"{digests[:place]}ffffffff{digests[place + 8 :]}")
+    digests, location = blocks_of(tokenizer.files()["tokenizer.json"]), 8 * (ord("\u00e9") >> 4)
+    monkeypatch.setattr(
+        web_site, "block_digests", lambda tokenizer: f"{digests[:location]}ffffffff{digests[location + 8 :]}"
+    )
     texts = [
         "plain 12 text",
         "\u00d8l \u00ab\u00a7\u00bb",

@@ -94,7 +94,7 @@ def of_layer(name: str, context: Context) -> Workload:
         return config.block(LayerContext(rec, decoder.layers[0], inputs, bound, None), 0, x)
 
     workload.record_backward(record(workload.rec, adapters.bind(inputs) if adapters else {}))
-    beside = workload.record_again(lambda rec: record(rec, {}), x) if adapters else []
+    baseline = workload.record_again(lambda rec: record(rec, {}), x) if adapters else []
 
     row = np.arange(tokens)
     rows = Rows.causal(row, 0 * row, row, 0 * row, 0 * row + tokens)
@@ -120,7 +120,7 @@ def of_layer(name: str, context: Context) -> Workload:
     workload.fillers.append(fill)
     passes, base_passes = (
         [program for program in programs if program_name in (None, program.name)]
-        for programs in ((workload.forward, workload.backward), beside)
+        for programs in ((workload.forward, workload.backward), baseline)
     )
     workload.time(passes, lambda kernel: op_of(kernel) in ops, base_passes)
     return workload

@@ -15,7 +15,7 @@ from wgpu_lora.bench.training_step import SlotStep, adapter_set, fill_adapters, 
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.model_config import MATRIX
 from wgpu_lora.models.published_shapes import cut
-from wgpu_lora.ops.loss.loss import SweepGradient, Targets, seed, sum_by_slot, sweep
+from wgpu_lora.ops.loss.loss import Targets, VocabularyGradient, seed, sum_by_slot, vocabulary_logprobs
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.objective import Scoring
 from wgpu_lora.train.options.training_arguments import TrainingArguments
@@ -46,11 +46,11 @@ def loss(context: Context) -> Workload:
     )
     scoring = Scoring(input("weights", np.full(tokens, 1 / tokens), "f32"), input("ranges", np.array([[0, tokens]])))
     rec = workload.rec
-    swept = sweep(rec, workload.tracked((tokens, config.hidden_size), "hidden"), head, targets)
-    score = objective_of(TrainingArguments()).score_sweep(rec, swept, scoring)
+    vocabulary = vocabulary_logprobs(rec, workload.tracked((tokens, config.hidden_size), "hidden"), head, targets)
+    score = objective_of(TrainingArguments()).score_vocabulary(rec, vocabulary, scoring)
     rec.dispatch(sum_by_slot, score.losses, scoring.loss_ranges, workload.input((1,), name="total"), slots=1)
     assert score.weights is not None
-    seed(swept, SweepGradient({1.0: score.weights}))
+    seed(vocabulary, VocabularyGradient({1.0: score.weights}))
     rec.backward()
     return workload
 

@@ -121,13 +121,13 @@ def release(
 ) -> int:
     """Use a device again that was put aside because jobs failed on it."""
     with _connected(address, file, local) as cluster:
-        from wgpu_lora.cluster.run_status import chosen_device, places_of, snapshot_of
+        from wgpu_lora.cluster.run_status import chosen_device, device_labels, snapshot_of
 
         snapshot = snapshot_of(cluster)
-        places = places_of(snapshot)
-        facts = chosen_device([(places[view.facts.id], view.facts) for view in snapshot.devices], device)
+        labels = device_labels(snapshot)
+        facts = chosen_device([(labels[view.facts.id], view.facts) for view in snapshot.devices], device)
         cluster.controller("release", facts.id)
-    line("released", f"{places[facts.id]}, {facts.name}")
+    line("released", f"{labels[facts.id]}, {facts.name}")
     return 0
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from wgpu_lora.cli.console import OFTEN, console, is_terminal, line, table
 from wgpu_lora.cli.training_progress import Trend
 from wgpu_lora.cluster.messages import EventLine, Snapshot, TaskView
-from wgpu_lora.cluster.run_status import GOOD, Followed, places_of
+from wgpu_lora.cluster.run_status import GOOD, Followed, device_labels
 from wgpu_lora.cluster.sweep import ranked, value_of, write_results
 from wgpu_lora.files.installation import program
 from wgpu_lora.names.text import count_noun, duration, escape_unprintable, join_words
@@ -102,14 +102,14 @@ class Table:
         """The current table."""
         size = shutil.get_terminal_size((WIDE, ROWS + MARGIN))
         tasks = sorted(snapshot.tasks, key=lambda task: ORDER.index(task.state))[: max(size.lines - MARGIN, 3)]
-        places = places_of(snapshot)
+        labels = device_labels(snapshot)
         columns = COLUMNS if size.columns >= WIDE else COLUMNS[:-1]
-        rows = [self._row(task, places)[: len(columns)] for task in tasks]
+        rows = [self._row(task, labels)[: len(columns)] for task in tasks]
         result = _table(columns, rows, LEFT, [STYLES.get(task.state) for task in tasks])
         remaining = len(snapshot.tasks) - len(tasks)
         device_ids = {task.device for task in tasks}
         names = [
-            f"{places[device.facts.id]} {device.facts.name}"
+            f"{labels[device.facts.id]} {device.facts.name}"
             for device in snapshot.devices
             if device.facts.id in device_ids
         ]
@@ -123,9 +123,9 @@ class Table:
         result.caption_justify = "left"
         return result
 
-    def _row(self, task: TaskView, places: Mapping[str, str]) -> list[str]:
+    def _row(self, task: TaskView, labels: Mapping[str, str]) -> list[str]:
         trend = self._trends.get(task.name)
-        device = places.get(task.device or "", task.device or "")
+        device = labels.get(task.device or "", task.device or "")
         return [
             task.name,
             state_of(task),
@@ -138,10 +138,10 @@ class Table:
     # -- for pipes ---------------------------------------------------------------------------------------------------
 
     def _print_lines(self, snapshot: Snapshot) -> None:
-        places, now = places_of(snapshot), time.monotonic()
+        labels, now = device_labels(snapshot), time.monotonic()
         for task in snapshot.tasks:
             state, last, since = self._printed.get(task.name, ("", "", now - OFTEN))
-            text = sentence_of(task, places)
+            text = sentence_of(task, labels)
             if task.state == state and (last == text or now - since < OFTEN):
                 continue
             self._printed[task.name] = (task.state, text, now)
@@ -197,9 +197,9 @@ def numbers_of(task: TaskView) -> list[str]:
     ]
 
 
-def sentence_of(task: TaskView, places: Mapping[str, str]) -> str:
+def sentence_of(task: TaskView, labels: Mapping[str, str]) -> str:
     """A task in a line without columns."""
-    device = places.get(task.device or "", task.device or "")
+    device = labels.get(task.device or "", task.device or "")
     doing = state_of(task) if state_of(task) != task.state else ""
     loss, heldout, speed, remaining = numbers_of(task)
     parts = zip(
@@ -282,7 +282,7 @@ def report(followed: Followed) -> None:
 
 def show_status(snapshot: Snapshot) -> None:
     """Print a table of devices, one of runs, and the newest events."""
-    places = places_of(snapshot)
+    labels = device_labels(snapshot)
     for node in snapshot.nodes:
         if not node.devices:
             line("host", f"{node.host} ({node.address}): no WebGPU device")
@@ -290,7 +290,7 @@ def show_status(snapshot: Snapshot) -> None:
         columns = ("device", "name", "backend", "state", "jobs", "tokens/s", "free", "of", "speed", "leases")
         rows = [
             [
-                places[view.facts.id],
+                labels[view.facts.id],
                 view.facts.name,
                 view.facts.backend,
                 view.state,
@@ -308,9 +308,9 @@ def show_status(snapshot: Snapshot) -> None:
         line("devices", "none")
     for view in snapshot.devices:
         if view.state == "quarantined":
-            place = places[view.facts.id]
-            advice = f"'{program()} cluster release {place}' uses it again"
-            line("aside", f"jobs failed on {place} {view.failures} times in a row: {advice}")
+            label = labels[view.facts.id]
+            advice = f"'{program()} cluster release {label}' uses it again"
+            line("aside", f"jobs failed on {label} {view.failures} times in a row: {advice}")
     if snapshot.runs:
         print()
         of_runs = ("run", "by", "began", "adapters", "tokens/s", "results")

@@ -115,28 +115,31 @@ DEVIATIONS = 3  # of the difference of two means, from the scatter of the last t
 FEWEST = 20  # steps, so that a tenth is more than one
 
 
-def training_beside_evaluating(proof: Proof, finding: Finding) -> str:
+def training_and_evaluation(proof: Proof, finding: Finding) -> str:
     """Passes if both ended well and, with two devices, steps were taken while an evaluation computed."""
     training = proof.training
     if not training.before:
         finding.faults.append(training.reason)
         return ""
     first, last = training.devices[0], training.devices[-1]
-    before, steps = float(training.before["loss"]), max((evaluation.steps for evaluation in training.beside), default=0)
+    before, steps = (
+        float(training.before["loss"]),
+        max((evaluation.steps for evaluation in training.evaluations), default=0),
+    )
     seconds = training.record.state.seconds if training.record else 0.0
     finding.figures = {
         "devices": training.devices,
         "finetune": {"exit_code": training.code, "seconds": seconds, "steps": len(training.log)},
-        "evaluations": [vars(evaluation) for evaluation in training.beside],
+        "evaluations": [vars(evaluation) for evaluation in training.evaluations],
         "before": training.before,
         "loss_tolerance": DEVICE_TOLERANCE,
         "at_the_same_time": first != last,
         "steps_while_evaluating": steps,
     }
     finding.expect(not training.code, f"fine-tuning ended with exit code {training.code}: {training.reason}")
-    finding.expect(training.beside, "evaluate never ran")
-    finding.faults += [evaluation.failed for evaluation in training.beside if evaluation.failed]
-    results = [evaluation.result for evaluation in training.beside if not evaluation.failed]
+    finding.expect(training.evaluations, "evaluate never ran")
+    finding.faults += [evaluation.failed for evaluation in training.evaluations if evaluation.failed]
+    results = [evaluation.result for evaluation in training.evaluations if not evaluation.failed]
     losses = np.array([result["loss"] for result in results], float)  # null becomes NaN
     deviations = np.abs(losses - before) / max(abs(before), 1e-9)
     for loss, share in zip(losses, deviations, strict=True):
@@ -352,7 +355,7 @@ def check_answers_can_run(args: TrainingArguments, allow_unconfined: bool) -> No
 CHECKS: dict[int, tuple[str, Callable[[Proof, Finding], str]]] = {
     1: ("devices", devices_compute),
     2: ("import and generate", devices_agree),
-    3: ("finetune, evaluate", training_beside_evaluating),
+    3: ("finetune, evaluate", training_and_evaluation),
     4: ("losses fall", losses_fall),
     5: ("backend", work_happened_on_the_device),
     6: ("no CUDA", no_cuda),

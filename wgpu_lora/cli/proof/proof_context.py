@@ -121,9 +121,9 @@ def carry_out(number: int, name: str, check: Callable[[Proof, Finding], str], pr
 
 
 def rows_of(path: str) -> dict[str, dict[str, Any]]:
-    """The rows of a file by their places, such as 'data.jsonl, line 3'. Raises UserError if one cannot be read."""
+    """The rows of a file by their positions, such as 'data.jsonl, line 3'. Raises UserError if one cannot be read."""
     source = file_source(Path(path))
-    return {source.locate(place): row for place, row in strict_rows(source, EXAMPLES)}
+    return {source.locate(position): row for position, row in strict_rows(source, EXAMPLES)}
 
 
 def request_of(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -175,7 +175,7 @@ class Training:
 
     code, reason: of its end. record: None if it left none.
     before: the held-out loss on the training device, before any step.
-    beside: evaluations on the other device, or afterwards on the same one if there is no other.
+    evaluations: evaluations on the other device, or afterwards on the same one if there is no other.
     """
 
     directory: Path
@@ -183,7 +183,7 @@ class Training:
     code: int = 0
     reason: str = ""
     before: dict[str, Any] = field(default_factory=dict)
-    beside: list[Evaluated] = field(default_factory=list)
+    evaluations: list[Evaluated] = field(default_factory=list)
     log: list[dict[str, Any]] = field(default_factory=list)
     record: RunRecord | None = None
 
@@ -265,7 +265,7 @@ class Proof:
             finetune = start("finetune", "finetune", **self.finetune_options(output))
             if first == last:
                 finetune.wait()
-            training.beside = list(evaluations(evaluate, finetune))
+            training.evaluations = list(evaluations(evaluate, finetune))
         training.code, training.reason = finetune.wait(), finetune.failure_reason()
         training.log = read_log(output / LOG) if (output / LOG).is_file() else []
         training.record = RunRecord.read(output) if (output / RUN).is_file() else None

@@ -27,7 +27,7 @@ from wgpu_lora.cli.proof.proof_context import (
     read_recipe,
 )
 from wgpu_lora.cli.proof.watched_workers import Children
-from wgpu_lora.cli.report.line_chart import Chart, Line, line_chart
+from wgpu_lora.cli.report.line_chart import Chart, Series, line_chart
 from wgpu_lora.cli.report.page import render as render_page
 from wgpu_lora.cluster.worker.worker import WorkerFailed
 from wgpu_lora.errors import UserError
@@ -148,6 +148,6 @@ def render(proof: dict[str, Any]) -> str:
 
 def loss_chart(losses: Sequence[float | None], heldout: Sequence[tuple[int, float | None]]) -> Chart:
     """The loss of each step, from 1, and the held-out losses, without those that are None."""
-    train = Line("training", [(step, loss) for step, loss in enumerate(losses, 1) if loss is not None])
+    train = Series("training", [(step, loss) for step, loss in enumerate(losses, 1) if loss is not None])
     points = [(step, loss) for step, loss in heldout if loss is not None]
-    return line_chart([train, Line("held out", points, 1, "dashed", marked=True)], "optimizer step", "loss")
+    return line_chart([train, Series("held out", points, 1, "dashed", marked=True)], "optimizer step", "loss")

@@ -173,7 +173,7 @@ class Children:
 
     def start(self, name: str, job: str, interactive: bool = False, **options: Any) -> Worker:
         program = python("-S", "-c", WORKER, str(self.witness(name)))
-        files: dict[str, Any] = {"environment": self.environment, "place": self.logs}
+        files: dict[str, Any] = {"environment": self.environment, "directory": self.logs}
         self.workers.append(Worker(job, options, name=name, program=program, interactive=interactive, **files))
         return self.workers[-1]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.cli.report.line_chart import Chart, Line, line_chart
+from wgpu_lora.cli.report.line_chart import Chart, Series, line_chart
 from wgpu_lora.cli.report.page import TEMPLATES, render
 from wgpu_lora.cli.report.run_charts import Bar
 from wgpu_lora.errors import UserError
@@ -90,7 +90,7 @@ def _lengths(statistics: RowStatistics) -> Chart:
     counts, edges = np.histogram(statistics.lengths, bins=BINS, range=(0, max(1, statistics.lengths.max())))
     bars = zip(counts, edges[:-1], edges[1:], strict=True)
     points = [(float(x), float(y)) for n, a, b in bars for x, y in ((a, 0), (a, n), (b, n), (b, 0))]
-    return line_chart([Line("rows", points)], "tokens of a row", "rows")
+    return line_chart([Series("rows", points)], "tokens of a row", "rows")
 
 
 def _cut(statistics: RowStatistics) -> Chart:
@@ -100,12 +100,12 @@ def _cut(statistics: RowStatistics) -> Chart:
     points = [
         (float(n), 100 * float(count - np.searchsorted(sorted_lengths, n, side="right")) / count) for n in lengths
     ]
-    return line_chart([Line("rows cut", points)], "--max-length", "per cent of the rows")
+    return line_chart([Series("rows cut", points)], "--max-length", "per cent of the rows")
 
 
 def _by_length(choices: Sequence[Choice], label: str, value: Any) -> Chart:
     lines = [
-        Line(name, [(float(c.max_length), value(c)) for c in choices if c.packing is packing], colour, marked=True)
+        Series(name, [(float(c.max_length), value(c)) for c in choices if c.packing is packing], colour, marked=True)
         for colour, (name, packing) in enumerate({"packed": True, "not packed": False}.items())
     ]
     return line_chart([line for line in lines if line.points], "--max-length", label)

@@ -67,13 +67,13 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
     Raises:
         UserError: a directory is given twice, holds no finished run, or its files are damaged.
     """
-    run_directories = [place for directory in directories for place in directories_of(directory)]
+    run_directories = [path for directory in directories for path in directories_of(directory)]
     # resolve() has an error for loops of links
-    places = [Path(os.path.realpath(directory)) for directory in run_directories]
-    for number, place in enumerate(places):
-        if place in places[:number]:
+    paths = [Path(os.path.realpath(directory)) for directory in run_directories]
+    for number, path in enumerate(paths):
+        if path in paths[:number]:
             raise UserError(f"The run in {run_directories[number]} is given twice: leave one of them out.")
-    names = [place.name for place in places]
+    names = [path.name for path in paths]
     labels = names if len(set(names)) == len(names) else [str(directory) for directory in run_directories]
     texts = [escape_unprintable(name.encode("utf-8", "replace").decode()) for name in labels]  # some names are not text
     return [_read(name, directory) for name, directory in zip(texts, run_directories, strict=True)]
@@ -173,7 +173,7 @@ def directories_of(directory: Path) -> list[Path]:
     if (directory / RUN).is_file() or not (directory / PIPELINE).is_file():
         return [directory]
     result = _members(directory)
-    if missing := next((place for place in result if not (place / RUN).is_file()), None):
+    if missing := next((path for path in result if not (path / RUN).is_file()), None):
         raise UserError(
             f"The pipeline in {directory} trained an adapter in {missing}, where there is no {RUN} now: give the "
             "adapters' own directories."
@@ -204,9 +204,9 @@ def nothing_in(directory: Path) -> UserError:
 
 def missing_members(directories: Sequence[Path]) -> list[Path]:
     """Runs that were trained together with the given ones, but are not given themselves."""
-    places, result = {directory.resolve() for directory in directories}, dict[Path, Path]()
+    paths, result = {directory.resolve() for directory in directories}, dict[Path, Path]()
     for directory in directories:
         with suppress(UserError):  # a pipeline that was moved or damaged is ignored
             home = home_of(directory)
             result |= {path.resolve(): path for path in (_members(home) if home else [])}
-    return [path for place, path in result.items() if place not in places and (path / RUN).is_file()]
+    return [path for resolved, path in result.items() if resolved not in paths and (path / RUN).is_file()]

@@ -16,7 +16,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Line:
+class Series:
     """A line to draw.
 
     style: `line`, `faint`, `dashed`, or `points` for dots alone; marked: draw up to MANY points as dots, instead of up
@@ -52,7 +52,7 @@ class Chart:
     y_ticks: list[tuple[str, str]]
 
 
-def line_chart(lines: Sequence[Line], x_label: str, y_label: str, log: bool = False) -> Chart:
+def line_chart(lines: Sequence[Series], x_label: str, y_label: str, log: bool = False) -> Chart:
     """Lay out several lines in one chart; x begins at 0, and non-finite points are left out.
 
     Args:
@@ -65,27 +65,27 @@ def line_chart(lines: Sequence[Line], x_label: str, y_label: str, log: bool = Fa
     return Chart(paths, x_label, y_label, _percent(across.ticks()), _percent([(1 - at, t) for at, t in up.ticks()]))
 
 
-def _draw(line: Line, points: Sequence[Point], across: Scale, up: Scale, x_label: str) -> Drawn:
-    places = [(across.place(x), 1 - up.place(y)) for x, y in points]
-    path = "L".join(f"{_number(x)} {_number(y)}" for x, y in thinned(places))
+def _draw(line: Series, points: Sequence[Point], across: Scale, up: Scale, x_label: str) -> Drawn:
+    positions = [(across.position(x), 1 - up.position(y)) for x, y in points]
+    path = "L".join(f"{_number(x)} {_number(y)}" for x, y in thinned(positions))
     dots = []
     if line.style != "faint" and len(points) <= (MANY if line.marked else FEW):
-        for (x, y), (at, value) in zip(places, points, strict=True):
+        for (x, y), (at, value) in zip(positions, points, strict=True):
             dots.append((_number(x), _number(y), f"{line.name}: {value:.4g} ({x_label} {at:,.6g})"))
     return Drawn(line.name, line.colour % COLOURS, line.style, f"M{path}", dots)
 
 
-def thinned(places: Sequence[Point]) -> list[Point]:
+def thinned(positions: Sequence[Point]) -> list[Point]:
     """Thin out points to the lowest and the highest of each column, and the ends, in order."""
-    if len(places) <= 2 * COLUMNS:
-        return list(places)
+    if len(positions) <= 2 * COLUMNS:
+        return list(positions)
     columns: dict[int, list[int]] = {}
-    for number, (x, _) in enumerate(places):
+    for number, (x, _) in enumerate(positions):
         columns.setdefault(int(x * COLUMNS), []).append(number)
-    indices = {0, len(places) - 1}
+    indices = {0, len(positions) - 1}
     for numbers in columns.values():
-        indices |= {min(numbers, key=lambda n: places[n][1]), max(numbers, key=lambda n: places[n][1])}
-    return [places[number] for number in sorted(indices)]
+        indices |= {min(numbers, key=lambda n: positions[n][1]), max(numbers, key=lambda n: positions[n][1])}
+    return [positions[number] for number in sorted(indices)]
 
 
 def smoothed(points: Sequence[Point], window: int) -> list[Point]:
@@ -115,7 +115,7 @@ def _percent(ticks: Ticks) -> list[tuple[str, str]]:
 
 
 TICKS = 7  # at most, not counting the ends
-APART = 0.09  # least distance of ticks, as a fraction of the axis, to be readable on a phone
+TICK_DISTANCE = 0.09  # least distance of ticks, as a fraction of the axis, to be readable on a phone
 TINY = 1e-300  # smaller numbers lose precision
 DECADE = (1, 2, 5)
 Ticks = list[tuple[float, str]]
@@ -123,13 +123,13 @@ Ticks = list[tuple[float, str]]
 
 @dataclass(frozen=True)
 class Scale:
-    """An axis from `low` to `high`; with a `unit`, logarithmic in 1 + value / unit, which has a position for 0.
+    """An axis from `minimum` to `maximum`; with a `unit`, logarithmic in 1 + value / unit, which has a position for 0.
 
     whole: show integer ticks only, for values such as steps.
     """
 
-    low: float
-    high: float
+    minimum: float
+    maximum: float
     unit: float | None = None
     whole: bool = False
 
@@ -144,36 +144,36 @@ class Scale:
     def around(cls, values: Iterable[float]) -> Scale:
         """With round ends: from 0, unless the values are so close together that the line would look flat."""
         result = list(values) or [1.0]
-        low, high = min(result), max(result)
-        low = low if 0 < high < 2 * low else min(low, 0.0)
-        step = _step(high - low or abs(high) or 1.0)
-        low, high = step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9)
-        return cls(low, high if high > low else low + step)
+        minimum, maximum = min(result), max(result)
+        minimum = minimum if 0 < maximum < 2 * minimum else min(minimum, 0.0)
+        step = _step(maximum - minimum or abs(maximum) or 1.0)
+        minimum, maximum = step * math.floor(minimum / step + 1e-9), step * math.ceil(maximum / step - 1e-9)
+        return cls(minimum, maximum if maximum > minimum else minimum + step)
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         if self.unit is None:
-            return (value - self.low) / (self.high - self.low)
-        return math.log1p(value / self.unit) / math.log1p(self.high / self.unit)
+            return (value - self.minimum) / (self.maximum - self.minimum)
+        return math.log1p(value / self.unit) / math.log1p(self.maximum / self.unit)
 
     def ticks(self) -> Ticks:
         values = self._even() if self.unit is None else self._decades(self.unit)
         result: Ticks = []
         for value in values:
-            place = round(self.place(value), 9)
-            if not result or place - result[-1][0] >= APART:
-                result.append((place, short(value)))
+            position = round(self.position(value), 9)
+            if not result or position - result[-1][0] >= TICK_DISTANCE:
+                result.append((position, short(value)))
         return result
 
     def _even(self) -> list[float]:
-        step = max(1.0 if self.whole else 0.0, _step(self.high - self.low))
-        first = math.ceil(self.low / step - 1e-9)
-        return [step * number for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
+        step = max(1.0 if self.whole else 0.0, _step(self.maximum - self.minimum))
+        first = math.ceil(self.minimum / step - 1e-9)
+        return [step * number for number in range(first, math.floor(self.maximum / step + 1e-9) + 1)]
 
     def _decades(self, unit: float) -> list[float]:
-        first, last = math.floor(math.log10(unit)), math.floor(math.log10(self.high))
+        first, last = math.floor(math.log10(unit)), math.floor(math.log10(self.maximum))
         factors = DECADE if last - first < 3 else (1,)
         result = (factor * 10.0**power for power in range(first, last + 1) for factor in factors)
-        return [0.0, *(value for value in result if value <= self.high)]
+        return [0.0, *(value for value in result if value <= self.maximum)]
 
 
 def short(value: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from wgpu_lora.cli.report.line_chart import Line, line_chart
+from wgpu_lora.cli.report.line_chart import Series, line_chart
 from wgpu_lora.cli.report.page import PAGE, TEMPLATES, render
 from wgpu_lora.files.atomic import replace_file
 from wgpu_lora.files.json_files import read_json
@@ -45,7 +45,7 @@ def render_overheads(rows: Sequence[Row]) -> str:
     groups = {f"measured, {order}": [row for row in rows if row.get("order") == order] for order in ORDERS}
     groups["published, other software and devices"] = published
     lines = [
-        Line(name, [(row["targetSec"], row["overheadPct"]) for row in group], colour, "points", marked=True)
+        Series(name, [(row["targetSec"], row["overheadPct"]) for row in group], colour, "points", marked=True)
         for colour, (name, group) in enumerate(groups.items())
         if group
     ]

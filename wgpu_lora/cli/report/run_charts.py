@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from wgpu_lora.cli.report.finished_runs import SPEEDS, Run
-from wgpu_lora.cli.report.line_chart import COLOURS, Chart, Line, line_chart, parts, smoothed
+from wgpu_lora.cli.report.line_chart import COLOURS, Chart, Series, line_chart, parts, smoothed
 from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.train.objectives.sft import ACCURACY
 from wgpu_lora.train.track.hardware import Status
@@ -109,17 +109,17 @@ def _low_power(run: Run) -> str:
     return ""
 
 
-def _lines(runs: Sequence[Run], title: str, axis: str) -> Iterator[Line]:
+def _lines(runs: Sequence[Run], title: str, axis: str) -> Iterator[Series]:
     unit = _unit(runs)[1] if axis == "seconds" else 1.0
     for colour, run in enumerate(runs):
         for key, style, suffix in PLOTS[title][2]:
             name, points = f"{run.name}{suffix}", [(x / unit, y) for x, y in run.points(key, axis)]
             if style == "mean" and len(points) >= LONG:
-                yield Line(name, points, colour, "faint")
+                yield Series(name, points, colour, "faint")
                 points = smoothed(points, max(3, len(points) // SMOOTHED))
             line_style = {"mean": "line", "dots": "dashed"}.get(style, style)
             if points:
-                yield Line(name, points, colour, line_style, marked=style == "dots")
+                yield Series(name, points, colour, line_style, marked=style == "dots")
 
 
 def _unit(runs: Sequence[Run]) -> tuple[str, float]:
@@ -138,8 +138,8 @@ class Bar(NamedTuple):
     @classmethod
     def of(cls, label: str, value: str, whole: float, sizes: Sequence[tuple[float, int, str]]) -> Bar:
         """sizes: (size, colour, tooltip) of each part; `whole` is the size of the whole width."""
-        places = parts((size for size, _, _ in sizes), whole)
-        return cls(label, value, [(*at, c % COLOURS, text) for at, (_, c, text) in zip(places, sizes, strict=True)])
+        positions = parts((size for size, _, _ in sizes), whole)
+        return cls(label, value, [(*at, c % COLOURS, text) for at, (_, c, text) in zip(positions, sizes, strict=True)])
 
 
 def memory(runs: Sequence[Run]) -> dict[str, list[int]]:

@@ -49,7 +49,7 @@ class EvaluationActor:
 
     def __init__(self, key: str):
         reset_environment()
-        self._key, self._place = key, cluster_root() / "evaluations"
+        self._key, self._root = key, cluster_root() / "evaluations"
         self._device: Device | None = None
         self._model: tuple[tuple[str, str], LoadedModel] | None = None
         self._runs: dict[str, tuple[dict[str, Any], AdapterRun]] = {}
@@ -67,7 +67,7 @@ class EvaluationActor:
         Raises:
             UserError: the checkpoint has no adapter, or cannot be measured. DamagedCheckpoint: it cannot be read.
         """
-        target = self._place / checked_part(run) / checked_part(task.name)
+        target = self._root / checked_part(run) / checked_part(task.name)
         stores = [shared_store(storage)] if storage else host_stores(nodes)
         with self._turn:
             try:
@@ -126,12 +126,12 @@ class EvaluationActor:
         Raises:
             UserError: the options, the data or the teacher are unsuitable.
         """
-        place = cluster_root() / "caches" / checked_part(run) / checked_part(name)
+        root = cluster_root() / "caches" / checked_part(run) / checked_part(name)
         training = {key: value for key, value in options_here(options).items() if value is not None}
         with self._turn:
             self._model, self._runs = None, {}
             self._making, self._progress = (run, name), _CacheProgress()
-            directories = make_teacher_caches(training, "a teacher cache", self._index(), place, self._progress)
+            directories = make_teacher_caches(training, "a teacher cache", self._index(), root, self._progress)
         store = FolderStore(checkpoints_directory())
         parcels = {key: parcel(path, MAX_CACHE_BYTES, MAX_CACHE_FILES) for key, path in directories.items()}
         for key, cache in parcels.items():

@@ -20,7 +20,7 @@ from wgpu_lora.cluster.actors.data_parallel import leader_of
 from wgpu_lora.cluster.actors.host_actor import host_store, host_stores, place_parcels, reset_environment
 from wgpu_lora.cluster.actors.unit_progress import UnitProgress
 from wgpu_lora.cluster.checkpoint_store import DamagedCheckpoint, Store, restore_files, shared_store, store_files
-from wgpu_lora.cluster.cluster_paths import ADAPTERS, PIPELINE, checked_part, options_here, unit_directory
+from wgpu_lora.cluster.cluster_paths import ADAPTERS, MULTI_ADAPTER, checked_part, options_here, unit_directory
 from wgpu_lora.cluster.device_resources import device_index, hold_device
 from wgpu_lora.cluster.messages import Commit, Order, Report, StoredFile, Task
 from wgpu_lora.cluster.worker.job_process import EventWriter
@@ -145,7 +145,7 @@ class TrainingActor:
                 self._leader = leader_of(order.replicas) if order.replicas else None
                 prepared: tuple[Any, Callable[[Any], str]] = prepare_finetune(options, order.unit, leader=self._leader)
             else:
-                prepared = prepare_adapters(*self._pipeline(tasks, index, resume), order.unit)
+                prepared = prepare_adapters(*self._joined_options(tasks, index, resume), order.unit)
             self._job, text = prepared
             self._pass_on_ends()
             record = self._job.train(events)
@@ -162,7 +162,9 @@ class TrainingActor:
             options |= {"eval_steps": NEVER, "eval_on_start": False}
         return options_here(options)
 
-    def _pipeline(self, tasks: Sequence[Task], index: int, resume: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def _joined_options(
+        self, tasks: Sequence[Task], index: int, resume: bool
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The shared options of a pipeline, and the tables of its adapters."""
         names = [checked_part(task.name) for task in tasks]
         split = [split_options(task.options) for task in tasks]
@@ -171,7 +173,9 @@ class TrainingActor:
             for name, (adapter_options, _) in zip(names, split, strict=True)
         ]
         shared = {**split[0][1], "save_steps": min(common["save_steps"] for _, common in split)}
-        shared |= {"device": index, "output": str(self._directory / PIPELINE)} | ({"resume": True} if resume else {})
+        shared |= {"device": index, "output": str(self._directory / MULTI_ADAPTER)} | (
+            {"resume": True} if resume else {}
+        )
         return shared, adapters
 
     def _pass_on_ends(self) -> None:
@@ -217,7 +221,7 @@ class TrainingActor:
         order = self._order
         try:
             if ended:
-                self._unit_files.sweep()
+                self._unit_files.remove_leftovers()
             files, steps, stores = self._unit_files.files(ended), self._unit_files.steps(), self._stores()
             complete, before = store_files(stores, order.unit, self._directory, files)
             addresses = [ray.util.get_node_ip_address(), *map(address_of, order.mirrors)]
@@ -318,25 +322,25 @@ class UnitFiles:
         files = []
         for root in self._roots():
             checkpoints = [] if ended else run_checkpoint.list_checkpoints(root / run_checkpoint.STEPS)
-            old = {place for _, place in checkpoints[:-KEPT]}
+            old = {path for _, path in checkpoints[:-KEPT]}
             files += [self._stored_file(path) for path in _files_below(root) if old.isdisjoint(path.parents)]
         return files
 
     def steps(self) -> dict[str, int]:
         """The step that each task would be resumed from. Raises UserError if a checkpoint is damaged."""
-        if (self.directory / PIPELINE / STATE).is_file():
-            return read_multi_adapter_state(self.directory / PIPELINE).steps
+        if (self.directory / MULTI_ADAPTER / STATE).is_file():
+            return read_multi_adapter_state(self.directory / MULTI_ADAPTER).steps
         newest = {root.name: run_checkpoint.latest_checkpoint(root) for root in self._roots()[1:]}
-        return {name: read_state(place)[0].step for name, place in newest.items() if place}
+        return {name: read_state(path)[0].step for name, path in newest.items() if path}
 
-    def sweep(self) -> None:
+    def remove_leftovers(self) -> None:
         """Put in order what a run that has ended left unfinished."""
         for root in self._roots():
-            run_checkpoint.sweep_run(root)
+            run_checkpoint.remove_run_leftovers(root)
 
     def _roots(self) -> list[Path]:
         adapters = self.directory / ADAPTERS
-        return [self.directory / PIPELINE, *(sorted(adapters.iterdir()) if adapters.is_dir() else ())]
+        return [self.directory / MULTI_ADAPTER, *(sorted(adapters.iterdir()) if adapters.is_dir() else ())]
 
     def _stored_file(self, path: Path) -> StoredFile:
         stat = path.stat()

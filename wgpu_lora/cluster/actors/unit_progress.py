@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.cluster.cluster_paths import ADAPTERS
-from wgpu_lora.cluster.messages import Progress
+from wgpu_lora.cluster.messages import TaskProgress
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.run_state import read_state
 from wgpu_lora.train.run.stop_reasons import OUTCOMES
@@ -44,13 +44,13 @@ class UnitProgress:
     """Progress, newest checkpoints and outcomes, by task."""
 
     names: Sequence[str]
-    progress: dict[str, Progress] = field(default_factory=dict)
+    progress: dict[str, TaskProgress] = field(default_factory=dict)
     saved: dict[str, int] = field(default_factory=dict)
     outcomes: dict[str, str] = field(default_factory=dict)
     _recent: dict[str, _Recent] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.progress = {name: Progress(doing="waiting") for name in self.names}
+        self.progress = {name: TaskProgress(doing="waiting") for name in self.names}
         self._recent = {name: _Recent() for name in self.names}
 
     def doing(self, label: str) -> None:

@@ -207,8 +207,8 @@ class RunController:
             run_state.check_exists(self._state, run)
             results = []
             for task in self._state.tasks_of(run):
-                if task.over and task.results and not task.fetched and (place := self._result(task)):
-                    nodes, files = place
+                if task.over and task.results and not task.fetched and (published := self._result(task)):
+                    nodes, files = published
                     storage = self._state.requests[run].storage
                     plain = [asdict(file) for file in files]
                     results.append(
@@ -232,11 +232,11 @@ class RunController:
     def _publish(self, task: TaskState) -> None:
         """Write a result to the shared folder, by a host that has it."""
         with self._lock:
-            request, place = self._state.requests[task.run], self._result(task)
+            request, published = self._state.requests[task.run], self._result(task)
             output = next(candidate.output for candidate in request.tasks if candidate.name == task.name)
-        if place is None:
+        if published is None:
             return
-        (node, *_), files = place
+        (node, *_), files = published
         try:
             arguments = task.unit, task.name, files, output, request.shared, request.storage
             call_host(node, "publish", *arguments, seconds=PUBLISH_SECONDS)
@@ -411,7 +411,7 @@ class RunController:
         with self._lock:
             state, now = self._state, self.now()
             for jobs in sorted({request.jobs_per_device for request in state.requests.values()}):
-                devices = run_queue.places(state, jobs, now)
+                devices = run_queue.candidate_devices(state, jobs, now)
                 if all(device.out or device.active >= jobs for device in devices):
                     continue
                 queue = self._queue.waiting_units(state, jobs, now)
@@ -468,15 +468,15 @@ class RunController:
             for unit in self._state.placed():
                 if (actor := self._actors.get(unit.id)) and unit.id not in self._reports:
                     self._reports[unit.id] = actor.report.remote(), self.now()
-            references = {reference: unit for unit, (reference, _) in self._reports.items()}
-        if not references:
+            object_refs = {object_ref: unit for unit, (object_ref, _) in self._reports.items()}
+        if not object_refs:
             return
-        ready, _ = ray.wait(list(references), num_returns=len(references), timeout=POLL_SECONDS)
-        for reference in ready:
-            unit_id = references[reference]
+        ready, _ = ray.wait(list(object_refs), num_returns=len(object_refs), timeout=POLL_SECONDS)
+        for object_ref in ready:
+            unit_id = object_refs[object_ref]
             self._reports.pop(unit_id, None)
             try:
-                report = ray.get(reference)
+                report = ray.get(object_ref)
             except ray.exceptions.ActorUnavailableError:
                 continue
             except ray.exceptions.RayError as error:
@@ -566,8 +566,8 @@ class RunController:
             try:
                 task = run_queue.as_trained(self._state, request, tasks[name])
                 actor = self._evaluator(request.eval_device or "")
-                reference = actor.measure.remote(unit.run, task, commit, nodes, request.storage)
-                step, loss = ray.get(reference)
+                object_ref = actor.measure.remote(unit.run, task, commit, nodes, request.storage)
+                step, loss = ray.get(object_ref)
             except (ray.exceptions.RayError, ConnectionError, ValueError) as error:
                 with self._lock:
                     text = f"{unit.run}: the held-out loss of {name} was not measured: {_why(error)}"

@@ -10,15 +10,15 @@ from wgpu_lora.cluster.controller.run_state import CacheState, ClusterState, Tas
 from wgpu_lora.cluster.messages import (
     DeviceView,
     Order,
-    Progress,
     RunRequest,
     RunView,
     Snapshot,
     Task,
+    TaskProgress,
     TaskView,
 )
 from wgpu_lora.cluster.placement.placement import refusal
-from wgpu_lora.cluster.placement.placement_field import PendingTask, Place, joined_bytes
+from wgpu_lora.cluster.placement.placement_field import CandidateDevice, PendingTask, joined_bytes
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.text import count_noun
 from wgpu_lora.train.memory import RunRequirements
@@ -163,14 +163,14 @@ def _excluded_devices(state: ClusterState, request: RunRequest, unit: UnitState,
     )
 
 
-def places(state: ClusterState, jobs_per_device: int, now: float) -> list[Place]:
+def candidate_devices(state: ClusterState, jobs_per_device: int, now: float) -> list[CandidateDevice]:
     """All devices, with what they do."""
     active: dict[str, list[UnitState]] = {}
     for unit in state.placed():
         for name in unit.devices:
             active.setdefault(name, []).append(unit)
     reserved = {state.requests[run.name].eval_device for run in state.runs.values() if not run.ended}
-    device_places = []
+    result = []
     for name, device in state.devices.items():
         units, host = active.get(name, []), state.hosts[device.facts.address]
         busy = [_seconds_left(state, unit) for unit in units]
@@ -178,8 +178,8 @@ def places(state: ClusterState, jobs_per_device: int, now: float) -> list[Place]
             busy.append(MEASURED_SECONDS)
         share = sum(1 / state.requests[unit.run].jobs_per_device for unit in units)  # of its resource in Ray
         active_jobs = jobs_per_device if device.measuring > now else math.ceil(share * jobs_per_device)
-        device_places.append(
-            Place(
+        result.append(
+            CandidateDevice(
                 id=name,
                 plan_class=device.facts.plan_class,
                 host=device.facts.address,
@@ -197,7 +197,7 @@ def places(state: ClusterState, jobs_per_device: int, now: float) -> list[Place]
                 out=device.out or ("reserved for evaluations" if name in reserved else ""),
             )
         )
-    return device_places
+    return result
 
 
 def _seconds_left(state: ClusterState, unit: UnitState) -> float:
@@ -231,8 +231,10 @@ class Refusals:
     def __init__(self, state: ClusterState, request: RunRequest):
         self._state, self._request = state, request
         devices = {name: device.out for name, device in state.devices.items()}
-        all_places = [replace(place, out=devices[place.id]) for place in places(state, 1, 0.0)]
-        self._places = [place for place in all_places if place.id != request.eval_device]
+        devices_with_reasons = [
+            replace(candidate, out=devices[candidate.id]) for candidate in candidate_devices(state, 1, 0.0)
+        ]
+        self._candidates = [candidate for candidate in devices_with_reasons if candidate.id != request.eval_device]
         self._placeable: set[tuple[tuple[str, int], ...]] = set()
 
     def of(self, names: Sequence[str]) -> str | None:
@@ -245,7 +247,7 @@ class Refusals:
         key = tuple(sorted(sizes.items()))
         if key in self._placeable:
             return None
-        sentence = refusal(names[0], sizes, self._places, self._request.data_parallel)
+        sentence = refusal(names[0], sizes, self._candidates, self._request.data_parallel)
         if sentence is None:
             self._placeable.add(key)
         return sentence
@@ -376,16 +378,16 @@ def _task_view(
     )
 
 
-def _cache_progress(cache: CacheState) -> Progress:
+def _cache_progress(cache: CacheState) -> TaskProgress:
     if cache.reason:
-        return Progress(doing="teacher cache: will be tried again")
+        return TaskProgress(doing="teacher cache: will be tried again")
     status = (
         f"{cache.rows / cache.total:.0%}" if cache.total else "to begin" if cache.phase == "waiting" else "starting"
     )
-    return Progress(doing=f"teacher cache: {status}")
+    return TaskProgress(doing=f"teacher cache: {status}")
 
 
-def _progress(task: TaskState) -> Progress:
+def _progress(task: TaskState) -> TaskProgress:
     """A task's progress; of one that ended before the rest of its pipeline, that the pipeline goes on."""
     if not task.outcome or task.over:
         return task.progress

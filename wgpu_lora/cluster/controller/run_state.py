@@ -13,9 +13,9 @@ from wgpu_lora.cluster.messages import (
     EventLine,
     NodeFacts,
     Parcel,
-    Progress,
     Report,
     RunRequest,
+    TaskProgress,
 )
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.text import count_noun, join_words
@@ -54,8 +54,8 @@ class TaskState:
     name: str
     unit: str
     state: str = "pending"
-    progress: Progress = field(default_factory=Progress)
-    committed: Progress = field(default_factory=Progress)
+    progress: TaskProgress = field(default_factory=TaskProgress)
+    committed: TaskProgress = field(default_factory=TaskProgress)
     outcome: str = ""
     ending: str = ""
     attempts: int = 0
@@ -268,9 +268,9 @@ def _check_outputs(request: RunRequest, other: RunRequest) -> None:
     paths = [PurePath(normpath(task.output)) for task in other.tasks]
     for task in request.tasks:
         output = PurePath(normpath(task.output))
-        for place in paths:
-            if output == place or place in output.parents or output in place.parents:
-                where = "is" if output == place else "overlaps"
+        for path in paths:
+            if output == path or path in output.parents or output in path.parents:
+                where = "is" if output == path else "overlaps"
                 raise UserError(
                     f"{task.output}, the output of adapter '{task.name}', {where} that of an adapter of run "
                     f"'{other.name}', which is not over: choose another output."
@@ -375,7 +375,7 @@ def split_unit(state: ClusterState, unit: UnitState) -> None:
     """Make each task of a unit one of its own, which begins anew."""
     del state.units[unit.id]
     for task in state.members(unit):
-        task.progress = task.committed = Progress()
+        task.progress = task.committed = TaskProgress()
         alone = new_unit(state, unit.run, [task.name])
         if task.ending == "cancelled":
             _end_cancelled(alone, [task])
@@ -483,7 +483,7 @@ def take_report(state: ClusterState, unit: UnitState, report: Report, now: float
         settle_run(state, unit.run, now)
 
 
-def merged_progress(before: Progress, new: Progress) -> Progress:
+def merged_progress(before: TaskProgress, new: TaskProgress) -> TaskProgress:
     """Newer values; held-out losses stay until there are newer ones, which a resumed process measures later."""
     losses = [loss for loss in (before.best_eval_loss, new.best_eval_loss) if loss is not None]
     return replace(
@@ -532,7 +532,7 @@ def _take_end(
         state.log(now, f"{unit_name(unit)} cannot go on from its newest checkpoint: {reason}")
         unit.commit = None
         for task in tasks:
-            task.committed = Progress()
+            task.committed = TaskProgress()
             task.deaths += 1
         _try_again(state, unit, reason, now)
     elif end == "stopped":

@@ -38,27 +38,27 @@ STORE_BYTES = 200_000_000  # Ray's object store: calls take small values only
 
 @dataclass(frozen=True)
 class LocalRay:
-    """A Ray of this machine. place: its directory, with Ray's files and the token."""
+    """A Ray of this machine. directory: its directory, with Ray's files and the token."""
 
-    place: Path
+    directory: Path
 
     @property
     def address(self) -> str:
         """HOST:PORT of its GCS, as Ray has written it; '' while it starts."""
         with suppress(OSError, ValueError):  # a record may be damaged
-            return (self.place / "ray" / "ray_current_cluster").read_text().strip()
+            return (self.directory / "ray" / "ray_current_cluster").read_text().strip()
         return ""
 
     @property
     def environment(self) -> dict[str, str | None]:
         """What a program needs to join it, as `node_processes.environment` takes it."""
-        token = {"RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": str(self.place / TOKEN)}
+        token = {"RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": str(self.directory / TOKEN)}
         return {"RAY_AUTH_MODE": "token", **token, ALONE: "0"}
 
     @property
     def mark(self) -> str:
         """In the environment of all its processes; a name that no cluster file can give."""
-        return f"local:{self.place.name}"
+        return f"local:{self.directory.name}"
 
     def alive(self) -> bool:
         """Whether it has started, and has a process."""
@@ -68,7 +68,7 @@ class LocalRay:
         """End all of its processes, the jobs among them, and remove its files; a signal meanwhile acts afterwards."""
         with end_signal_delayed():
             node_processes.end(self.mark)
-            shutil.rmtree(self.place, ignore_errors=True)
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def state_directory() -> Path:
@@ -162,7 +162,7 @@ def _live_ray(directory: Path) -> LocalRay | None:
     if ray.alive():
         return ray
     # Only what was made here is removed.
-    if ray.place.name.startswith(PREFIX) and (ray.place / TOKEN).is_file() and not ray.place.is_symlink():
+    if ray.directory.name.startswith(PREFIX) and (ray.directory / TOKEN).is_file() and not ray.directory.is_symlink():
         ray.end()
     record.unlink(missing_ok=True)
     return None
@@ -172,24 +172,26 @@ def _start(record: Path, resources: Mapping[str, float], dashboard: bool, attemp
     # Paths of sockets have at most 107 characters: the usual temporary directory of macOS is too long for Ray.
     ray = LocalRay(Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp" if os.name != "nt" else None)))
     try:
-        with os.fdopen(os.open(ray.place / TOKEN, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        with os.fdopen(os.open(ray.directory / TOKEN, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(TOKEN_BYTES))
         write_bytes_atomic(
-            record, str(ray.place).encode()
+            record, str(ray.directory).encode()
         )  # if this program is killed, the next one ends what it began
         with socket.socket() as probe:
             probe.bind((HERE, 0))
             client_port = probe.getsockname()[1]
         command = [
             *python("-m", "ray.scripts.scripts", "start", "--head", "--port=0"),
-            *(f"--temp-dir={ray.place / 'ray'}", f"--resources={json.dumps(dict(resources))}"),
+            *(f"--temp-dir={ray.directory / 'ray'}", f"--resources={json.dumps(dict(resources))}"),
             *(f"--object-store-memory={STORE_BYTES}", "--disable-usage-stats"),
             *(f"--ray-client-server-port={client_port}", "--dashboard-agent-listen-port=0"),
             f"--include-dashboard={str(dashboard).lower()}",
             *(("--dashboard-host=127.0.0.1", "--dashboard-port=0") if dashboard else ()),
         ]
         changes = {**ray.environment, **node_processes.SETTINGS, node_processes.MARK: f"{ray.mark}/1"}
-        output = _run(command, node_processes.environment({**changes, "RAY_ADDRESS": None}), ray.place / "start.log")
+        output = _run(
+            command, node_processes.environment({**changes, "RAY_ADDRESS": None}), ray.directory / "start.log"
+        )
         if ray.address:
             return ray
         lines = [line.strip() for line in output.splitlines() if line.strip()] or ["no reason given"]

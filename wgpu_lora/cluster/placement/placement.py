@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from wgpu_lora.cluster.placement.pipeline_grouping import Grouping, StartingUnit, start_together
-from wgpu_lora.cluster.placement.placement_field import Field, Numbers, PendingTask, Place, Placement
+from wgpu_lora.cluster.placement.adapter_grouping import Grouping, StartingUnit, start_together
+from wgpu_lora.cluster.placement.placement_field import CandidateDevice, Field, Numbers, PendingTask, Placement
 from wgpu_lora.train.memory import format_bytes, format_bytes_exact
 
 SLACK = 1.1  # how much later than on the best device a task may end on one with a better score
 
 
-def place(queue: Sequence[PendingTask], places: Sequence[Place], now: float = 0.0) -> list[Placement]:
+def place(queue: Sequence[PendingTask], candidates: Sequence[CandidateDevice], now: float = 0.0) -> list[Placement]:
     """Decide what starts now. Equal arguments give equal results, in whatever order they are.
 
     All tasks are planned, the longest first, as if none were to come: each goes where it ends first, which may be
@@ -32,13 +32,13 @@ def place(queue: Sequence[PendingTask], places: Sequence[Place], now: float = 0.
 
     Args:
         queue: tasks with different names.
-        places: devices; those that are `out` are not used.
+        candidates: devices; those that are `out` are not used.
         now: by the clock of `PendingTask.since`, for the time that tasks have waited.
 
     Returns:
         The placements, in the order in which they were decided.
     """
-    field = Field(places)
+    field = Field(candidates)
     if not queue or not field.open.any():
         return []
     return _Decision(field, queue, now).placements()
@@ -118,39 +118,43 @@ def _length(task: PendingTask, cost: Numbers) -> Numbers:
     return seconds
 
 
-def refusal(task: str, peak_bytes: Mapping[str, int], places: Sequence[Place], devices: int = 1) -> str | None:
+def refusal(
+    task: str, peak_bytes: Mapping[str, int], candidates: Sequence[CandidateDevice], devices: int = 1
+) -> str | None:
     """Why a task can never run on these devices, in a sentence; None if it can, now or once they are idle.
 
     Args:
         task: its name. peak_bytes: by plan class; without those of devices that cannot run it at all.
-        places: all devices of the cluster, those that are `out`, too.
+        candidates: all devices of the cluster, those that are `out`, too.
         devices: how many it trains on together.
     """
-    candidates = [place for place in places if place.plan_class in peak_bytes]
-    fitting = [place for place in candidates if peak_bytes[place.plan_class] <= _max_bytes(place)]
-    usable = [place for place in fitting if not place.out]
+    of_class = [candidate for candidate in candidates if candidate.plan_class in peak_bytes]
+    fitting = [candidate for candidate in of_class if peak_bytes[candidate.plan_class] <= _max_bytes(candidate)]
+    usable = [candidate for candidate in fitting if not candidate.out]
     if len(usable) >= devices:
         return None
-    if not places:
-        return f"Adapter '{task}' cannot run: the cluster has no device."
     if not candidates:
+        return f"Adapter '{task}' cannot run: the cluster has no device."
+    if not of_class:
         return f"Adapter '{task}' cannot run on any of the cluster's devices."
     if devices > 1 and usable:
         return f"Adapter '{task}' needs {devices} devices that have the memory, but there are {len(usable)}."
     if fitting:
-        out = max(fitting, key=lambda place: (_max_bytes(place), place.id))
+        out = max(fitting, key=lambda candidate: (_max_bytes(candidate), candidate.id))
         return f"Adapter '{task}' fits only on devices that are out of use, such as {_label(out)}, which is {out.out}."
-    nearest = max(candidates, key=lambda place: (_max_bytes(place) / peak_bytes[place.plan_class], place.id))
+    nearest = max(
+        of_class, key=lambda candidate: (_max_bytes(candidate) / peak_bytes[candidate.plan_class], candidate.id)
+    )
     return (
         f"Adapter '{task}' needs {format_bytes_exact(peak_bytes[nearest.plan_class])} of device memory, but the "
         f"nearest device, {_label(nearest)}, has {format_bytes(int(_max_bytes(nearest)))}."
     )
 
 
-def _max_bytes(place: Place) -> float:
+def _max_bytes(candidate: CandidateDevice) -> float:
     """Bytes that a job could ever get on a device."""
-    return math.inf if place.budget is None else place.budget
+    return math.inf if candidate.budget is None else candidate.budget
 
 
-def _label(place: Place) -> str:
-    return place.name or place.id
+def _label(candidate: CandidateDevice) -> str:
+    return candidate.name or candidate.id

@@ -62,7 +62,7 @@ class PendingTask:
 
 
 @dataclass(frozen=True)
-class Place:
+class CandidateDevice:
     """A device, and what it does.
 
     Attributes:
@@ -120,35 +120,41 @@ Numbers = npt.NDArray[np.float64]
 
 
 class Field:
-    """Places in order of their ids, [places] each. A place is *open* if it has room for one more job now.
+    """Candidates in order of their ids, [candidates] each. A candidate is *open* if it has room for one more job now.
 
     Attributes:
         free: bytes that a new job could get now. room: the same once the active jobs have ended.
         ready: seconds until a task that is queued could start. Grows as tasks are queued.
-        gap: seconds for which an open place is idle before it is reserved for a task of several devices; else infinite.
-        has_gaps: whether any place is reserved in this way.
+        gap: seconds for which an open candidate is idle before it is reserved for a task of several devices; else
+            infinite.
+        has_gaps: whether any candidate is reserved in this way.
         gain: tokens/s of a pipeline over its tasks one after another.
-        start, cost, limit: when a task would start, seconds per token and bytes for it: now on open places, else later.
+        start, cost, limit: when a task would start, seconds per token and bytes for it: now on open candidates,
+            else later.
     """
 
-    def __init__(self, places: Sequence[Place]):
-        self.places = sorted((place for place in places if not place.out), key=lambda place: place.id)
-        self.classes = sorted({place.plan_class for place in self.places})
-        self.of_class = np.array([self.classes.index(place.plan_class) for place in self.places], dtype=np.intp)
-        self.index = {place.id: at for at, place in enumerate(self.places)}
-        self.speed = speeds(self.places)
-        self.free = np.array([UNKNOWN if p.free is None else p.free for p in self.places], dtype=np.float64)
-        self.room = self.free + np.array([place.active_bytes for place in self.places], dtype=np.float64)
-        self.active = np.array([place.active for place in self.places], dtype=np.float64)
-        self.slots = np.array([max(place.jobs_per_device, 1) for place in self.places], dtype=np.float64)
-        busy = np.array([place.busy_seconds for place in self.places], dtype=np.float64)
+    def __init__(self, candidates: Sequence[CandidateDevice]):
+        self.candidates = sorted(
+            (candidate for candidate in candidates if not candidate.out), key=lambda candidate: candidate.id
+        )
+        self.classes = sorted({candidate.plan_class for candidate in self.candidates})
+        self.of_class = np.array(
+            [self.classes.index(candidate.plan_class) for candidate in self.candidates], dtype=np.intp
+        )
+        self.index = {candidate.id: at for at, candidate in enumerate(self.candidates)}
+        self.speed = speeds(self.candidates)
+        self.free = np.array([UNKNOWN if p.free is None else p.free for p in self.candidates], dtype=np.float64)
+        self.room = self.free + np.array([candidate.active_bytes for candidate in self.candidates], dtype=np.float64)
+        self.active = np.array([candidate.active for candidate in self.candidates], dtype=np.float64)
+        self.slots = np.array([max(candidate.jobs_per_device, 1) for candidate in self.candidates], dtype=np.float64)
+        busy = np.array([candidate.busy_seconds for candidate in self.candidates], dtype=np.float64)
         self.ready = np.where(self.active > 0, busy, 0.0)
-        self.gap = np.full(len(self.places), math.inf)
-        self.gain = np.array([place.joined_speedup or 1.0 for place in self.places], dtype=np.float64)
+        self.gap = np.full(len(self.candidates), math.inf)
+        self.gain = np.array([candidate.joined_speedup or 1.0 for candidate in self.candidates], dtype=np.float64)
         self.start, self.cost, self.limit = self.ready.copy(), self.slots / self.speed, self.room.copy()
         self.has_gaps = False
-        self.open = np.zeros(len(self.places), dtype=np.bool_)
-        for at in range(len(self.places)):
+        self.open = np.zeros(len(self.candidates), dtype=np.bool_)
+        for at in range(len(self.candidates)):
             self.refresh(at)
         self._local: dict[tuple[str, frozenset[str]], Numbers] = {}
 
@@ -159,12 +165,12 @@ class Field:
         return rates
 
     def keep(self, at: int, gap: float) -> None:
-        """Reserve an open place, from `gap` seconds on."""
+        """Reserve an open candidate, from `gap` seconds on."""
         self.gap[at] = min(float(self.gap[at]), gap)
         self.has_gaps = True
 
     def refresh(self, at: int) -> None:
-        """Follow a change of `active`, `free` or `ready` of a place."""
+        """Follow a change of `active`, `free` or `ready` of a candidate."""
         is_open = bool(self.active[at] < self.slots[at])
         self.open[at] = is_open
         self.start[at] = 0.0 if is_open else self.ready[at]
@@ -180,7 +186,7 @@ class Field:
         self.refresh(at)
 
     def needs(self, tasks: Sequence[PendingTask]) -> Numbers:
-        """Bytes that each task needs on each place [tasks, places]; infinite where it cannot run."""
+        """Bytes that each task needs on each candidate [tasks, candidates]; infinite where it cannot run."""
         by_class = [[task.peak_bytes.get(name, math.inf) for name in self.classes] for task in tasks]
         needs: Numbers = np.array(by_class, dtype=np.float64).reshape(len(tasks), len(self.classes))[:, self.of_class]
         for row, task in enumerate(tasks):
@@ -189,7 +195,7 @@ class Field:
         return needs
 
     def scores(self, task: PendingTask, need: Numbers) -> Numbers:
-        """(free / needed bytes) x tokens/s / (1 + active jobs) x locality, of each place.
+        """(free / needed bytes) x tokens/s / (1 + active jobs) x locality, of each candidate.
 
         Where the free bytes are unknown, their ratio counts as 1. Locality is 1 + 0.5 if the host has the base
         + 0.25 x the part of the task's data that it has: it decides between similar devices, but does not outweigh one
@@ -206,20 +212,25 @@ class Field:
             files = max(len(task.data), 1)
             self._local[key] = np.array(
                 [
-                    1 + LOCAL_BASE * (task.base in place.bases) + LOCAL_DATA * len(task.data & place.data) / files
-                    for place in self.places
+                    1
+                    + LOCAL_BASE * (task.base in candidate.bases)
+                    + LOCAL_DATA * len(task.data & candidate.data) / files
+                    for candidate in self.candidates
                 ]
             )
         return self._local[key]
 
 
-def speeds(places: Sequence[Place]) -> Numbers:
+def speeds(candidates: Sequence[CandidateDevice]) -> Numbers:
     """Tokens/s of each device; of those not measured, the median of their plan class, or of all, or 1."""
     by_class: dict[str, list[float]] = {}
-    for place in places:
-        if place.speed:
-            by_class.setdefault(place.plan_class, []).append(place.speed)
+    for candidate in candidates:
+        if candidate.speed:
+            by_class.setdefault(candidate.plan_class, []).append(candidate.speed)
     measurements = [speed for class_speeds in by_class.values() for speed in class_speeds]
     overall = float(np.median(measurements)) if measurements else 1.0
     class_medians = {name: float(np.median(class_speeds)) for name, class_speeds in by_class.items()}
-    return np.array([place.speed or class_medians.get(place.plan_class, overall) for place in places], dtype=np.float64)
+    return np.array(
+        [candidate.speed or class_medians.get(candidate.plan_class, overall) for candidate in candidates],
+        dtype=np.float64,
+    )

@@ -20,7 +20,7 @@ Kind = Callable[..., Any]  # of an `EventWriter`, and of its options by name; re
 KINDS: Registry[Kind] = Registry(
     {
         "finetune": "wgpu_lora.cluster.worker.kinds.training_jobs:run_finetune",
-        "pipeline": "wgpu_lora.cluster.worker.kinds.training_jobs:run_pipeline",
+        "pipeline": "wgpu_lora.cluster.worker.kinds.training_jobs:run_multi_adapter",
         "plan": "wgpu_lora.cluster.worker.kinds.model_jobs:run_plan",
         "evaluate": "wgpu_lora.cluster.worker.kinds.inference_jobs:run_evaluate",
         "generate": "wgpu_lora.cluster.worker.kinds.inference_jobs:run_generate",

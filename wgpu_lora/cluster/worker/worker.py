@@ -32,7 +32,7 @@ class WorkerFailed(Exception):
 
 
 class Worker:
-    """A job in a process of its own; its files are in `place`, by default a temporary directory.
+    """A job in a process of its own; its files are in `directory`, by default a temporary directory.
 
     Args:
         name: for its files and error messages. program: the command, to which the job's file is appended.
@@ -48,15 +48,15 @@ class Worker:
         name: str | None = None,
         program: Sequence[str] = PROGRAM,
         environment: Mapping[str, str] | None = None,
-        place: Path | None = None,
+        directory: Path | None = None,
         timeout: float | None = None,
         interactive: bool = False,
     ):
         self.name, self._timeout = name or job, timeout
-        self._temporary = None if place else tempfile.TemporaryDirectory(prefix="wgpu-lora-worker-")
-        place = place or Path(self._temporary.name if self._temporary else "")
-        self.log, self.errors = place / f"{self.name}.jsonl", place / f"{self.name}.stderr.log"
-        file = place / f"{self.name}.job.json"
+        self._temporary = None if directory else tempfile.TemporaryDirectory(prefix="wgpu-lora-worker-")
+        directory = directory or Path(self._temporary.name if self._temporary else "")
+        self.log, self.errors = directory / f"{self.name}.jsonl", directory / f"{self.name}.stderr.log"
+        file = directory / f"{self.name}.job.json"
         file.write_text(json.dumps({"schema": SCHEMA, "job": job, "options": options}, indent=1) + "\n")
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self.last: Event = {}

@@ -21,7 +21,7 @@ from wgpu_lora.data.curation.curation_files import (
     REPORT,
     SCHEMA,
     Inputs,
-    Lines,
+    LineWriter,
     encoded,
     find_inputs,
     matches,
@@ -43,7 +43,7 @@ from wgpu_lora.data.curation.row_edits import (
 )
 from wgpu_lora.data.json_values import canonical, row_digest
 from wgpu_lora.data.row_formats import RowFormats
-from wgpu_lora.data.source import BadRow, NoRowsError, RowPlace
+from wgpu_lora.data.source import BadRow, NoRowsError, RowPosition
 from wgpu_lora.data.validation_split import row_key, validation_mask
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.atomic import new_directory, write_bytes_atomic
@@ -56,7 +56,7 @@ _SPOOL, _SEEN = ".spool", ".seen"  # temporary files
 
 
 @dataclass(frozen=True)
-class Progress:
+class CurationProgress:
     """bytes read, of all bytes of the files; rows read; the name of the current input."""
 
     bytes: int
@@ -65,7 +65,7 @@ class Progress:
     name: str
 
 
-Watch = Callable[[Progress], None]
+Watch = Callable[[CurationProgress], None]
 
 
 def prepare_files(
@@ -88,29 +88,29 @@ def prepare_files(
     for pattern in options.preferences_from:
         if not any(matches(source.path, [pattern]) for source in inputs.sources):
             raise UserError(f"{setting('preferences_from', pattern)} matches none of the inputs: check the pattern.")
-    with new_directory(output, flag("output"), replace=True) as place:
+    with new_directory(output, flag("output"), replace=True) as directory:
         refuse_output(output, options.overwrite)  # a killed process may have moved it away
-        facts = Curation(inputs, options, place, watch).run()
+        facts = Curation(inputs, options, directory, watch).run()
         text = to_json(facts, indent=1, ensure_ascii=False) + "\n"
-        write_bytes_atomic(place / REPORT, text.encode())
+        write_bytes_atomic(directory / REPORT, text.encode())
         refuse_output(output, options.overwrite)  # a program without our locks may have made it
     return facts
 
 
 class Curation:
-    def __init__(self, inputs: Inputs, options: Preparation, place: Path, watch: Watch) -> None:
-        self.inputs, self.options, self.place, self.watch = inputs, options, place, watch
+    def __init__(self, inputs: Inputs, options: Preparation, directory: Path, watch: Watch) -> None:
+        self.inputs, self.options, self.directory, self.watch = inputs, options, directory, watch
         self.counts, self.notes = Counts(), list(inputs.notes)
         self.spool = _SPOOL if options.validation_split is not None else TRAIN
         names = {kind: self.spool if kind == EXAMPLE else name for kind, name in FILES.items()}
-        self.files = {kind: Lines(place / name) for kind, name in names.items()}
-        self.rejected = Lines(place / REJECTED)
+        self.files = {kind: LineWriter(directory / name) for kind, name in names.items()}
+        self.rejected = LineWriter(directory / REJECTED)
         self.groups = array("Q")
         self._last_report, self._read = time.monotonic(), 0
 
     def run(self) -> dict[str, Any]:
         with ExitStack() as stack:
-            repeats = stack.enter_context(duplicates(self.place / _SEEN, self.options))
+            repeats = stack.enter_context(duplicates(self.directory / _SEEN, self.options))
             for lines in (*self.files.values(), self.rejected):
                 stack.callback(lines.close)
             for number in range(len(self.inputs.sources)):
@@ -134,9 +134,9 @@ class Curation:
         formats = ROWS if not patterns or matches(source.path, patterns) else examples_only(patterns)
         empty = path is not None and not self.inputs.sizes[number]
         try:
-            for place, row in () if empty else source.rows(ROWS):
+            for position, row in () if empty else source.rows(ROWS):
                 self.counts.inputs[-1].rows += 1
-                self._row(number, place, row, formats, repeats)
+                self._row(number, position, row, formats, repeats)
                 self._tell(number)
         except NoRowsError:
             empty = True
@@ -152,13 +152,13 @@ class Curation:
             return
         self._last_report, path = now, self.inputs.paths[number]
         read = self._read + (0 if last or path is None else position(path) or 0)
-        self.watch(Progress(read, sum(self.inputs.sizes), self.counts.rows, self.inputs.sources[number].name))
+        self.watch(CurationProgress(read, sum(self.inputs.sizes), self.counts.rows, self.inputs.sources[number].name))
 
     def _row(
-        self, number: int, place: RowPlace, row: Row | BadRow, formats: RowFormats[Read], repeats: Duplicates
+        self, number: int, position: RowPosition, row: Row | BadRow, formats: RowFormats[Read], repeats: Duplicates
     ) -> None:
         if isinstance(row, BadRow):
-            self._reject(place, row.reason, row.content)
+            self._reject(position, row.reason, row.content)
             return
         original = row
         try:
@@ -167,7 +167,7 @@ class Curation:
             options = self.options
             wrong = rejection_reason(read, options.enable_thinking, options.drop_thinking, options.max_characters)
             row, line = self._encoded(row)
-            repeated = None if wrong else repeats.add(read, number, place.number)
+            repeated = None if wrong else repeats.add(read, number, position.number)
         except UserError as error:
             wrong = str(error)
         except UnicodeEncodeError:
@@ -175,11 +175,11 @@ class Curation:
         except RecursionError:
             wrong = "nested too deeply to read; a row needs only a few levels."
         if wrong:
-            self._reject(place, wrong, original)
+            self._reject(position, wrong, original)
             return
         if repeated:
-            first = self._place(repeated.source, repeated.number)
-            self.counts.repeat(repeated.kind, self._place(number, place.number), first, repeated.alike)
+            first = self._position(repeated.source, repeated.number)
+            self.counts.repeat(repeated.kind, self._position(number, position.number), first, repeated.alike)
             return
         self.files[read.kind].add(line)
         self.counts.inputs[-1].out += 1
@@ -218,8 +218,8 @@ class Curation:
             return row_key(row_digest(canonical(row)))
         return row_key(row_digest(b"group " + canonical(value)))
 
-    def _reject(self, place: RowPlace, reason: str, row: Any) -> None:
-        record = {"file": self.counts.inputs[-1].name, **_at(place), "reason": reason}
+    def _reject(self, position: RowPosition, reason: str, row: Any) -> None:
+        record = {"file": self.counts.inputs[-1].name, **_at(position), "reason": reason}
         try:
             text = to_json({**record, "content": row}, default=repr)
         except RecursionError:  # too deep to be written
@@ -227,12 +227,12 @@ class Curation:
         self.rejected.add(text.encode() + b"\n")
         self.counts.reject(reason)
 
-    def _place(self, source: int, number: int) -> dict[str, Any]:
+    def _position(self, source: int, number: int) -> dict[str, Any]:
         return {"file": self.counts.inputs[source].name, "number": number}
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def _outputs(self) -> dict[str, Lines]:
+    def _outputs(self) -> dict[str, LineWriter]:
         """The files with rows, by name; examples are split first."""
         by_name = {FILES[kind]: lines for kind, lines in self.files.items()}
         if self.options.validation_split is not None:
@@ -240,7 +240,7 @@ class Curation:
             by_name = {TRAIN: train, VALID: valid, **by_name}
         return {name: lines for name, lines in {**by_name, REJECTED: self.rejected}.items() if lines.rows}
 
-    def _split(self, rows: int) -> tuple[Lines, Lines]:
+    def _split(self, rows: int) -> tuple[LineWriter, LineWriter]:
         share, name = self.options.validation_split, self.options.group_by
         if not rows:
             self._refuse_nothing(f"{setting('validation_split', share)} has nothing to split: no row is an example")
@@ -253,8 +253,8 @@ class Curation:
         keys, self.groups = np.frombuffer(self.groups, np.uint64), array("Q")
         valid = validation_mask(keys, share or 0.0, self.options.seed)
         del keys
-        train, heldout = Lines(self.place / TRAIN), Lines(self.place / VALID)
-        spool = self.place / self.spool
+        train, heldout = LineWriter(self.directory / TRAIN), LineWriter(self.directory / VALID)
+        spool = self.directory / self.spool
         with spool.open("rb") as file:
             for line, is_heldout in zip(file, valid, strict=True):
                 (heldout if is_heldout else train).add(line)
@@ -263,7 +263,7 @@ class Curation:
         spool.unlink()
         return train, heldout
 
-    def _check(self, outputs: dict[str, Lines]) -> None:
+    def _check(self, outputs: dict[str, LineWriter]) -> None:
         """Check that every row is somewhere, by the lines of the files."""
         rejected, repeated = self.rejected.rows, sum(self.counts.duplicates.values())
         out = sum(lines.rows for name, lines in outputs.items() if name != REJECTED)
@@ -281,10 +281,10 @@ class Curation:
         raise UserError(f"{problem}, of {count_noun(counts.rows, 'row')}; nothing was written.", reasons)
 
 
-def _at(place: RowPlace) -> dict[str, Any]:
-    """The place of a row: a line of text, or the number of a row, with its first line if it has one."""
-    first = {} if place.line is None else {"line": place.line}
-    return {place.unit: place.number, **first}
+def _at(position: RowPosition) -> dict[str, Any]:
+    """The position of a row: a line of text, or the number of a row, with its first line if it has one."""
+    first = {} if position.line is None else {"line": position.line}
+    return {position.unit: position.number, **first}
 
 
 _SHOWN, _REASONS = 20, 100  # duplicates and reasons that are listed

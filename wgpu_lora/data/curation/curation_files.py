@@ -48,7 +48,7 @@ def find_inputs(names: Sequence[str], output: Path, exclude: Sequence[str] = ())
         UserError: a name leads to nothing, a file is not supported, or the output would replace an input.
     """
     result, paths = Inputs(), dict[tuple[int, int], Path]()
-    place = output.resolve()
+    position = output.resolve()
     for name in names:
         if not name.strip():
             raise UserError("An input is empty: give a file, a folder or a pattern such as 'data/*.jsonl'.")
@@ -58,7 +58,7 @@ def find_inputs(names: Sequence[str], output: Path, exclude: Sequence[str] = ())
                 _add_dataset(path, result)
                 continue
             check_name(path)
-            if place == path.resolve() or place in path.resolve().parents:
+            if position == path.resolve() or position in path.resolve().parents:
                 raise UserError(f"{path} is in {output}, which would be written: choose another {flag('output')}.")
             status = path.stat()
             file = status.st_dev, status.st_ino
@@ -120,8 +120,8 @@ def _matching(pattern: str, exclude: Sequence[str], inputs: Inputs) -> Iterator[
 def _in_folder(folder: Path, exclude: Sequence[str], inputs: Inputs) -> Iterator[Path]:
     other_files: list[str] = []
     walked: set[tuple[int, int]] = set()
-    for place, folders, files in os.walk(folder, followlinks=True, onerror=_unreadable):
-        directory = Path(place)
+    for position, folders, files in os.walk(folder, followlinks=True, onerror=_unreadable):
+        directory = Path(position)
         status = directory.stat()
         if (status.st_dev, status.st_ino) in walked:  # a link to a parent folder
             folders.clear()
@@ -183,7 +183,7 @@ def is_result(folder: Path) -> bool:
 WRITTEN = {*FILES.values(), VALID, REPORT, REJECTED}
 
 
-class Lines:
+class LineWriter:
     """A JSONL file that is being written: its rows, bytes and SHA-256."""
 
     def __init__(self, path: Path) -> None:

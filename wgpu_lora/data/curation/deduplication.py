@@ -130,7 +130,7 @@ def shingles(parts: list[str]) -> list[str]:
 
 
 CACHE = 64 << 10  # KiB of pages that SQLite keeps in memory
-_NUMBER_BITS = 40  # of a place; the rest is the source
+_NUMBER_BITS = 40  # of a position; the rest is the source
 
 
 @contextmanager
@@ -151,7 +151,7 @@ def database(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 class SeenContents:
-    """Contents by their digests, with the place of the first row that has each."""
+    """Contents by their digests, with the position of the first row that has each."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._do = connection.execute
@@ -164,21 +164,21 @@ class SeenContents:
         Returns:
             None if it is new, else (whether the first row with it is exactly equal, that row's source and number).
         """
-        place = place_code(source, number)
-        if self._do("INSERT OR IGNORE INTO seen VALUES (?, ?, ?)", (key, exact, place)).rowcount:
+        position = position_code(source, number)
+        if self._do("INSERT OR IGNORE INTO seen VALUES (?, ?, ?)", (key, exact, position)).rowcount:
             return None
-        [(first, place)] = self._do("SELECT exact, place FROM seen WHERE key = ?", (key,))
-        return first == exact, *place_of(place)
+        [(first, position)] = self._do("SELECT exact, place FROM seen WHERE key = ?", (key,))
+        return first == exact, *position_of(position)
 
 
-def place_code(source: int, number: int) -> int:
-    """A place as one number."""
+def position_code(source: int, number: int) -> int:
+    """A position as one number."""
     return source << _NUMBER_BITS | number
 
 
-def place_of(place: int) -> tuple[int, int]:
-    """(source, number of the row) of a stored place."""
-    return place >> _NUMBER_BITS, place & (1 << _NUMBER_BITS) - 1
+def position_of(position: int) -> tuple[int, int]:
+    """(source, number of the row) of a stored position."""
+    return position >> _NUMBER_BITS, position & (1 << _NUMBER_BITS) - 1
 
 
 PERMUTATIONS, BANDS = 128, 32  # 4 values a band: finds 99.8% of pairs with a similarity of 0.65, all above 0.75
@@ -226,9 +226,10 @@ class NearDuplicates:
             if alike >= self._threshold and (best is None or alike > best[0]):
                 best = alike, where
         if best:
-            return best[0], *place_of(best[1])
+            return best[0], *position_of(best[1])
         row = self._do(
-            "INSERT INTO signatures (signature, place) VALUES (?, ?)", (signature.tobytes(), place_code(source, number))
+            "INSERT INTO signatures (signature, place) VALUES (?, ?)",
+            (signature.tobytes(), position_code(source, number)),
         ).lastrowid
         self._many("INSERT INTO bands VALUES (?, ?)", [(band, row) for band in sorted(set(bands))])
         return None

@@ -133,9 +133,9 @@ class GGUFCheckpoint:
         index = self._stored_as[name].layout.column_index(size_in)
         if index is None:
             return np.arange(size_in // block)
-        places = np.argsort(index).reshape(-1, block)
-        whole = (places[:, 0] % block == 0) & (np.diff(places, axis=1) == 1).all(axis=1)
-        return places[:, 0] // block if whole.all() else None
+        positions = np.argsort(index).reshape(-1, block)
+        whole = (positions[:, 0] % block == 0) & (np.diff(positions, axis=1) == 1).all(axis=1)
+        return positions[:, 0] // block if whole.all() else None
 
     def digest(self) -> str:
         """A SHA-256 (hex) that identifies the file, as in `formats.safetensors_checkpoint.Checkpoint.digest`."""
@@ -183,8 +183,8 @@ class GGUFCheckpoint:
         layout = self._stored_as[name].layout
         if layout.rows is None or start == stop:
             return self._raw_rows(name, start, stop)
-        places = np.argsort(layout.row_index(count))[start:stop]
-        return read_rows_in_order(partial(self._raw_rows, name), places)
+        positions = np.argsort(layout.row_index(count))[start:stop]
+        return read_rows_in_order(partial(self._raw_rows, name), positions)
 
     def _raw_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         info = self._tensors[name]

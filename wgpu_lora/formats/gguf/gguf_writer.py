@@ -32,8 +32,8 @@ def check_new_gguf(output: Path) -> None:
 @contextmanager
 def new_gguf(output: Path, architecture: str) -> Iterator[GGUFWriter]:
     """A writer for a temporary file that becomes `output` on success, and is removed on failure."""
-    with new_file(output, flag("output")) as place:
-        writer = GGUFWriter(place, architecture)
+    with new_file(output, flag("output")) as temporary:
+        writer = GGUFWriter(temporary, architecture)
         try:
             yield writer
             writer.close()
@@ -115,18 +115,18 @@ def quantize_k(rows: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _pack_affine(blocks: np.ndarray, bits: int) -> np.ndarray:
-    """Q4_K and Q5_K, x = d scale code - dmin low: [n, 256] -> uint8 [n, 144 or 176]."""
+    """Q4_K and Q5_K, x = d scale code - dmin minimum: [n, 256] -> uint8 [n, 144 or 176]."""
     levels = 2**bits - 1
     columns = _columns(blocks, 32)
-    scales, lows = (values.reshape(-1, 8) for values in _fit_affine(columns, levels))
+    scales, minima = (values.reshape(-1, 8) for values in _fit_affine(columns, levels))
     d, scale_codes = _halves(scales, 63)
-    dmin, low_codes = _halves(lows, 63)
-    step, low = (d * scale_codes).reshape(-1), (dmin * low_codes).reshape(-1)
-    codes = np.clip(np.rint((columns + low) * _inverse(step)), 0, levels).astype(np.uint8)
+    dmin, minimum_codes = _halves(minima, 63)
+    step, minimum = (d * scale_codes).reshape(-1), (dmin * minimum_codes).reshape(-1)
+    codes = np.clip(np.rint((columns + minimum) * _inverse(step)), 0, levels).astype(np.uint8)
     codes = np.ascontiguousarray(codes.T).reshape(-1, 8, 32)
     nibbles = codes & 15
     parts: list[np.ndarray] = [d.astype(np.float16).view(np.uint8), dmin.astype(np.float16).view(np.uint8)]
-    parts.append(_six_bit_pairs(scale_codes.astype(np.uint8), low_codes.astype(np.uint8)))
+    parts.append(_six_bit_pairs(scale_codes.astype(np.uint8), minimum_codes.astype(np.uint8)))
     if bits == 5:
         fifth = (codes >> 4) << np.arange(8, dtype=np.uint8)[:, None]
         parts.append(np.bitwise_or.reduce(fifth, axis=1))
@@ -156,14 +156,14 @@ def _pack_q6(blocks: np.ndarray) -> np.ndarray:
 
 
 def _fit_affine(x: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Fits x = scale * code - low to each column of x [32, n]; returns (scale, low >= 0), each [n]."""
-    low = np.minimum(x.min(axis=0), 0)
-    above = x - low
+    """Fits x = scale * code - minimum to each column of x [32, n]; returns (scale, minimum >= 0), each [n]."""
+    minimum = np.minimum(x.min(axis=0), 0)
+    above = x - minimum
     span = above.max(axis=0)
     w = np.abs(x) + np.sqrt(np.einsum("ij,ij->j", x, x) / np.float32(len(x)))
     wx = w * x
     sw, swx, swxx = w.sum(axis=0), wx.sum(axis=0), np.einsum("ij,ij->j", wx, x)
-    best_scale, best_offset = span / np.float32(levels), low
+    best_scale, best_offset = span / np.float32(levels), minimum
     best_error = np.full(x.shape[1], np.inf, np.float32)
     per_span = _inverse(span)
     q, wq = np.empty_like(x), np.empty_like(x)
@@ -178,7 +178,7 @@ def _fit_affine(x: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:
         sq, sqq, sxq = wq.sum(axis=0), np.einsum("ij,ij->j", wq, q), np.einsum("ij,ij->j", wx, q)
         over = _inverse(sw * sqq - sq * sq)
         scale, offset = (sw * sxq - swx * sq) * over, (sqq * swx - sq * sxq) * over
-        beyond = offset > 0  # lows are unsigned
+        beyond = offset > 0  # minima are unsigned
         offset = np.where(beyond, np.float32(0), offset)
         scale = np.where(beyond, sxq * _inverse(sqq), scale)
         error = swxx + scale * (scale * sqq - 2 * sxq) + offset * (offset * sw - 2 * swx + 2 * scale * sq)
@@ -234,8 +234,8 @@ def _inverse(values: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(inverse), inverse, np.float32(0))
 
 
-def _six_bit_pairs(scales: np.ndarray, lows: np.ndarray) -> np.ndarray:
-    """Packs eight 6-bit scales and lows, [n, 8] each, into 12 bytes; the last four use nibbles and the top bits."""
+def _six_bit_pairs(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
+    """Packs eight 6-bit scales and minima, [n, 8] each, into 12 bytes; the last four use nibbles and the top bits."""
     first = scales[:, :4] | scales[:, 4:] >> 4 << 6
-    second = lows[:, :4] | lows[:, 4:] >> 4 << 6
-    return np.concatenate([first, second, scales[:, 4:] & 15 | (lows[:, 4:] & 15) << 4], axis=1)
+    second = minima[:, :4] | minima[:, 4:] >> 4 << 6
+    return np.concatenate([first, second, scales[:, 4:] & 15 | (minima[:, 4:] & 15) << 4], axis=1)

@@ -100,10 +100,10 @@ def _as_llama_cpp(name: str, model: Mapping[str, Any]) -> Splitting:
     notes = [MARKS] if name == "tekken" else []
     if bool(model.get("ignore_merges")) == (name in WHOLE_PIECES):
         return Splitting("gpt2", name, notes=tuple(notes))
-    apart = _unreachable_token(model)
-    if apart is not None:
+    unreachable = _unreachable_token(model)
+    if unreachable is not None:
         notes.append(
-            f"no merges produce the token {apart!r}: llama.cpp may tokenise texts that contain it differently."
+            f"no merges produce the token {unreachable!r}: llama.cpp may tokenise texts that contain it differently."
         )
     return Splitting("gpt2", name, notes=tuple(notes))
 

@@ -192,17 +192,17 @@ def prints_python(messages: Sequence[Message], tools: Schemas, render: Render) -
 
 def _other_fields(messages: Sequence[Message], tools: Schemas, render: Render, plain: str) -> set[Part]:
     """Fields that only some templates know, such as names, by rendering the conversation without them."""
-    places: dict[str, int] = {}
+    indices: dict[str, int] = {}
     for i, message in enumerate(messages):
         for name, value in message.items():
             if name not in _PLAIN and value is not None:
-                places.setdefault(name, i)
+                indices.setdefault(name, i)
     omissions = set()
-    for name in list(places)[: 4 * _MOST]:
+    for name in list(indices)[: 4 * _MOST]:
         without = [{key: value for key, value in message.items() if key != name} for message in messages]
         try:
             if render(without, tools) == plain:
-                omissions.add(Part(places[name], name))
+                omissions.add(Part(indices[name], name))
         except TemplateError:  # the template needs the field
             continue
     return omissions

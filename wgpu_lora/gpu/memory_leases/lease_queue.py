@@ -158,8 +158,8 @@ def _renew(ledger: Ledger, entry: LedgerEntry, stop: threading.Event) -> None:
 def _upsert(entries: list[LedgerEntry], entry: LedgerEntry) -> None:
     """Replace the entry with this id, or append it."""
     ids = [e.id for e in entries]
-    place = ids.index(entry.id) if entry.id in ids else len(ids)
-    entries[place : place + 1] = [entry]
+    index = ids.index(entry.id) if entry.id in ids else len(ids)
+    entries[index : index + 1] = [entry]
 
 
 def update(ledger: Ledger, entry: LedgerEntry) -> None:

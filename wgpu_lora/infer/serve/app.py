@@ -159,17 +159,17 @@ def wrong_body(error: ValidationError, body: bytes) -> RequestError:
     return RequestError(f"{path:.100}: {text}." if path else f"{text}.", param=path[:100] or None)
 
 
-def json_path(place: Sequence[int | str], value: Any, missing: bool) -> str:
-    """The place of a problem as `messages[0].content`, without the names of types that were tried.
+def json_path(location: Sequence[int | str], value: Any, missing: bool) -> str:
+    """The location of a problem as `messages[0].content`, without the names of types that were tried.
 
     Args:
         missing: whether the last part is not there.
     """
     result = ""
-    for part in place:
+    for part in location:
         if isinstance(value, list) and isinstance(part, int):
             result, value = f"{result}[{part}]", value[part]
-        elif isinstance(value, dict) and (part in value or (missing and part == place[-1])):
+        elif isinstance(value, dict) and (part in value or (missing and part == location[-1])):
             result, value = f"{result}.{part}".lstrip("."), value.get(part)
     return result
 

@@ -99,7 +99,7 @@ def _messages(items: Sequence[Json], result: list[Json]) -> list[Json]:
     """Items of a conversation as messages, behind those in `result`. Raises RequestError."""
     reasoning = ""
     for number, item in enumerate(items):
-        kind, place = item.get("type") or "message", f"input[{number}]"
+        kind, location = item.get("type") or "message", f"input[{number}]"
         last = result[-1] if result else {}
         if kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
@@ -107,7 +107,7 @@ def _messages(items: Sequence[Json], result: list[Json]) -> list[Json]:
             continue
         if kind == "message":
             role = "system" if item["role"] == "developer" else item["role"]
-            message: Json = {"role": role, "content": _text(item["content"], place)}
+            message: Json = {"role": role, "content": _text(item["content"], location)}
             if role == "system" == last.get("role"):
                 last["content"] += "\n\n" + message["content"]
                 continue
@@ -119,9 +119,9 @@ def _messages(items: Sequence[Json], result: list[Json]) -> list[Json]:
                 continue
             message = {"role": "assistant", "content": None, "tool_calls": [call]}
         elif kind == "function_call_output":
-            message = {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"], place)}
+            message = {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"], location)}
         else:
-            raise RequestError(f"{place} has the type '{kind!s:.40}', which is not supported here.", param=place)
+            raise RequestError(f"{location} has the type '{kind!s:.40}', which is not supported here.", param=location)
         if reasoning and message["role"] == "assistant":
             message["reasoning_content"] = reasoning
         reasoning = ""
@@ -129,13 +129,15 @@ def _messages(items: Sequence[Json], result: list[Json]) -> list[Json]:
     return result
 
 
-def _text(content: str | list[Json], place: str) -> str:
+def _text(content: str | list[Json], location: str) -> str:
     if isinstance(content, str):
         return content
     for part in content:
         if not isinstance(part.get("text", part.get("refusal")), str):
             kind = part.get("type")
-            raise RequestError(f"{place} has content that is not text, but '{kind!s:.40}': leave it out.", param=place)
+            raise RequestError(
+                f"{location} has content that is not text, but '{kind!s:.40}': leave it out.", param=location
+            )
     return "".join(str(part.get("text", part.get("refusal"))) for part in content)
 
 
@@ -179,12 +181,12 @@ class ResponseEvents:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             item = {"type": "function_call", "id": f"fc_{token_hex(16)}", "call_id": call["id"], "name": name,
                     "arguments": "", "status": "in_progress"}  # fmt: skip
-            place = self._open(item)
-            yield self.event("response.output_item.added", output_index=place["output_index"], item=item)
-            yield self.event("response.function_call_arguments.delta", **place, delta=arguments)
-            yield self.event("response.function_call_arguments.done", **place, name=name, arguments=arguments)
+            location = self._open(item)
+            yield self.event("response.output_item.added", output_index=location["output_index"], item=item)
+            yield self.event("response.function_call_arguments.delta", **location, delta=arguments)
+            yield self.event("response.function_call_arguments.done", **location, name=name, arguments=arguments)
             item |= {"arguments": arguments, "status": "completed"}
-            yield self.event("response.output_item.done", output_index=place["output_index"], item=item)
+            yield self.event("response.output_item.done", output_index=location["output_index"], item=item)
 
     def end(self, reason: str, usage: Json, more: Json) -> Iterator[str]:
         """reason: `length` or another of a chat. usage: of a chat. more: fields of the response."""
@@ -235,13 +237,13 @@ class ResponseEvents:
                 "reasoning_summary_part", "reasoning_summary_text", "summary_index"
             )  # fmt: skip
             yield self.event("response.output_item.added", output_index=len(self.response["output"]) - 1, item=item)
-            yield self.event(f"response.{self._names[0]}.added", **self._place(), part=self._part("", []))
+            yield self.event(f"response.{self._names[0]}.added", **self._location(), part=self._part("", []))
         self._parts.append(text)
         self._logprobs += logprobs
         more = {"logprobs": logprobs} if message else {}
-        yield self.event(f"response.{self._names[1]}.delta", **self._place(), delta=text, **more)
+        yield self.event(f"response.{self._names[1]}.delta", **self._location(), delta=text, **more)
 
-    def _place(self) -> Json:
+    def _location(self) -> Json:
         output = self.response["output"]
         return {"item_id": output[-1]["id"], "output_index": len(output) - 1, self._names[2]: 0}
 
@@ -253,11 +255,11 @@ class ResponseEvents:
     def _close(self, status: str = "completed") -> Iterator[str]:
         if not self._names:
             return
-        text, item, place = "".join(self._parts), self.response["output"][-1], self._place()
+        text, item, location = "".join(self._parts), self.response["output"][-1], self._location()
         part = self._part(text, self._logprobs)
         more = {"logprobs": self._logprobs} if item["type"] == "message" else {}
-        yield self.event(f"response.{self._names[1]}.done", **place, text=text, **more)
-        yield self.event(f"response.{self._names[0]}.done", **place, part=part)
+        yield self.event(f"response.{self._names[1]}.done", **location, text=text, **more)
+        yield self.event(f"response.{self._names[0]}.done", **location, part=part)
         item |= {"content": [part], "status": status} if item["type"] == "message" else {"summary": [part]}
-        yield self.event("response.output_item.done", output_index=place["output_index"], item=item)
+        yield self.event("response.output_item.done", output_index=location["output_index"], item=item)
         self._parts, self._logprobs, self._names = [], [], ()

@@ -85,9 +85,9 @@ class Attention:
             q_norm, k_norm = (block.layer.vectors[f"{self.name}.{name}.weight"] for name in ("q_norm", "k_norm"))
             norm = HeadNorm(q_norm, k_norm, self.qk_eps)
         cache = Appending(*block.cache.token_tensors("keys", "values")) if block.cache else None
-        places = inputs.rows[self.rope.places] if self.rope.places else inputs.positions
+        table_rows = inputs.rows[self.rope.table_rows] if self.rope.table_rows else inputs.positions
         table, of_q = inputs.tables[self.rope], inputs.tables[self.query_rope] if self.query_rope else None
-        q, k, v = rope(rec, (q, k, v), places, table, norm, cache, self.turns, of_q)
+        q, k, v = rope(rec, (q, k, v), table_rows, table, norm, cache, self.turns, of_q)
         ranges = inputs.rows[KeyRanges(self.window)]
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         blocks = block.cache.blocks if block.cache else None

@@ -240,8 +240,8 @@ class Transformer(ModelConfig):
         return self._mixer(index).cache()
 
     def row_inputs(self) -> Sequence[RowInput]:
-        places = [table.places for table in self.tables() if table.places]
-        return [*(KeyRanges(window) for window in sorted(set(self.sliding_windows), key=lambda w: w or 0)), *places]
+        table_rows = [table.table_rows for table in self.tables() if table.table_rows]
+        return [*(KeyRanges(window) for window in sorted(set(self.sliding_windows), key=lambda w: w or 0)), *table_rows]
 
     def longest_fork(self) -> int | None:
         bounds = (*self.sliding_windows, self.switch())

@@ -52,7 +52,7 @@ class MergedModel:
             self.tokenizer = adapter_tokenizer(files.tokenizer, files.config.vocab_size, adapter)
         self.notes = [] if self.tokenizer is files.tokenizer else [OWN_TOKENIZER.format(adapter)]
         source = files.checkpoint
-        self.beside = SourceDirectory(source)
+        self.source_files = SourceDirectory(source)
         self._checkpoint = DecodedCheckpoint(source) if isinstance(source, PackedCheckpoint) else source
         self._deltas = scaled_factors(adapter, self.config, model) if adapter else {}
         self.shapes = self.config.parameter_shapes()
@@ -111,7 +111,7 @@ def scaled_factors(adapter: Path, config: ModelConfig, model: Path) -> dict[str,
     }
 
 
-def trained_beside(adapter: Path) -> str | None:
+def trained_base_dtype(adapter: Path) -> str | None:
     """The base format that rounded the weights which an adapter was trained beside, by its records; None without."""
     for name in ("run.json", "metadata.json"):
         try:
@@ -124,7 +124,7 @@ def trained_beside(adapter: Path) -> str | None:
 
 
 def rounding_note(base_dtype: str) -> str:
-    """A sentence about the model that an adapter was merged into. base_dtype: see `trained_beside`."""
+    """A sentence about the model that an adapter was merged into. base_dtype: see `trained_base_dtype`."""
     return (
         f"the adapter was trained beside weights in {base_dtype}; in the merged model they are unrounded, or decoded, "
         f"and quantising it rounds them a second time: 'merge' and 'quantize' measure with {flag('eval_data')} what "
@@ -158,12 +158,12 @@ def merge_adapter(
         raise UserError(f"{setting('dtype', dtype)} is not known: choose one of {', '.join(DTYPES)}.")
     merged = MergedModel(model, adapter)
     kinds = {name: DTYPES["f32" if name in merged.wide else dtype] for name in merged.shapes}
-    counter, other_specs = count(1), merged.beside.specs()
-    model_names = {merged.beside.stored_name(name): name for name in merged.shapes}
+    counter, other_specs = count(1), merged.source_files.specs()
+    model_names = {merged.source_files.stored_name(name): name for name in merged.shapes}
 
     def pieces(tensor: str) -> Iterator[np.ndarray]:
         if tensor in other_specs:
-            yield from merged.beside.pieces(tensor)
+            yield from merged.source_files.pieces(tensor)
             return
         name = model_names[tensor]
         for values in merged.pieces(name):
@@ -184,7 +184,7 @@ def merge_adapter(
             copy_tokenizer(adapter, directory)
         specs = {tensor: TensorSpec(kinds[name][0], merged.shapes[name]) for tensor, name in model_names.items()}
         write_shards(directory, specs | other_specs, pieces, max_shard_bytes)
-        beside = trained_beside(adapter)  # for whoever quantises the result
-        update_config(directory, TORCH[dtype], quantization_config=None, adapter_base_dtype=beside)
+        base_dtype = trained_base_dtype(adapter)  # for whoever quantises the result
+        update_config(directory, TORCH[dtype], quantization_config=None, adapter_base_dtype=base_dtype)
         (directory / CARD).write_text(card_of_merged(name or str(model), adapter, dtype), encoding="utf-8")
     return merged.notes

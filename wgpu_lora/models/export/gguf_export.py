@@ -27,7 +27,7 @@ from wgpu_lora.models.export.adapter_merge import (
     check_finite,
     rounding_note,
     scaled_factors,
-    trained_beside,
+    trained_base_dtype,
 )
 from wgpu_lora.models.export.gguf_vocabulary import read_vocabulary, write_vocabulary
 from wgpu_lora.models.model_config import VECTOR, ModelConfig
@@ -131,14 +131,14 @@ def export_models(
             form.write(config, writer)
             write_vocabulary(writer, vocabulary)
         write_tensors(writers, tensors)
-    other_parts = merged.beside.specs()
-    beside = trained_beside(adapter) if adapter else None
+    other_parts = merged.source_files.specs()
+    base_dtype = trained_base_dtype(adapter) if adapter else None
     notes = (
         *merged.notes,
         *form.notes(config),
         *vocabulary.notes,
         *([note_of_skipped(other_parts)] if other_parts else []),
-        *([rounding_note(beside)] if beside else []),
+        *([rounding_note(base_dtype)] if base_dtype else []),
     )
     result = {}
     for number, (kind, output) in enumerate(outputs.items()):

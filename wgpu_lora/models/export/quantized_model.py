@@ -76,7 +76,7 @@ def _write_weights(
     events: Events,
     instead: Mapping[str, Callable[[], Packed]],
 ) -> None:
-    linears, beside = model.config.matrices(), SourceDirectory(checkpoint)
+    linears, source_files = model.config.matrices(), SourceDirectory(checkpoint)
     packed = {name: weight for name, weight in model.decoder.matrices() if name in linears}
     parts: dict[str, np.ndarray] = {}
 
@@ -95,18 +95,18 @@ def _write_weights(
     for name in model.config.parameter_shapes():
         if name in packed:
             for part, values in of(name).items():
-                stored_name = beside.stored_name(part)
+                stored_name = source_files.stored_name(part)
                 specs[stored_name], owner[stored_name] = TensorSpec(SAFETENSORS[values.dtype], values.shape), name
                 part_of[stored_name] = part
         elif name in checkpoint.names():
-            stored_name = beside.stored_name(name)
+            stored_name = source_files.stored_name(name)
             specs[stored_name], owner[stored_name] = TensorSpec(checkpoint.dtype(name), checkpoint.shape(name)), name
     last = {name: tensor for tensor, name in owner.items()}
-    counter, other_specs = count(1), beside.specs()
+    counter, other_specs = count(1), source_files.specs()
 
     def pieces(tensor: str) -> Iterator[np.ndarray]:
         if tensor in other_specs:
-            yield from beside.pieces(tensor)
+            yield from source_files.pieces(tensor)
             return
         name = owner[tensor]
         yield of(name)[part_of[tensor]].view(np.uint8) if name in packed else checkpoint.read_raw(name)

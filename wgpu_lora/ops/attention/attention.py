@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, Out, Word, by_subgroup, cdiv, kernel, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, Dim, In, Out, ReadOnly, Word, by_subgroup, cdiv, kernel, row_grid
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.attention.attention_tuning import TUNING, AttentionTuning, held_rows, one_head, some_queries, tilings
 from wgpu_lora.ops.recorder import Recorder
@@ -54,10 +54,10 @@ def attention_forward(
     q: In,
     k: In,
     v: In,
-    ranges: Fixed,
+    ranges: ReadOnly,
     y: Out,
     lse: Out,
-    blocks: Fixed = None,
+    blocks: ReadOnly = None,
     *,
     rows: Dim,
     keys: Dim,
@@ -132,7 +132,7 @@ def attention_backward_q(
     v: In,
     dy: In,
     stats: In,
-    ranges: Fixed,
+    ranges: ReadOnly,
     dq: Out,
     *,
     rows: Dim,
@@ -163,7 +163,7 @@ def attention_backward_kv(
     v: In,
     dy: In,
     stats: In,
-    ranges: Fixed,
+    ranges: ReadOnly,
     dk: Out,
     dv: Out,
     *,

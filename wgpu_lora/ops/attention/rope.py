@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, InOut, by_subgroup, kernel, linear_grid, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, Dim, In, InOut, ReadOnly, by_subgroup, kernel, linear_grid, row_grid
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.recorder import Recorder
 
@@ -48,14 +48,14 @@ PER_HEAD = row_grid(lambda c: c.rows * (c.heads + c.kv_heads))
 @kernel("rope_forward.wgsl.j2", grid=PER_HEAD, variants=by_subgroup)
 def rope_forward(
     x: InOut,
-    positions: Fixed,
-    table: Fixed,
-    q_weight: Fixed = None,
-    k_weight: Fixed = None,
+    positions: ReadOnly,
+    table: ReadOnly,
+    q_weight: ReadOnly = None,
+    k_weight: ReadOnly = None,
     y: InOut = None,
     cache_k: InOut = None,
     cache_v: InOut = None,
-    rows_of: Fixed = None,
+    rows_of: ReadOnly = None,
     *,
     rows: Dim,
     heads: U32,
@@ -94,11 +94,11 @@ def rope_forward(
 @kernel("rope_backward.wgsl.j2", grid=PER_HEAD, variants=by_subgroup)
 def rope_backward(
     dy: InOut,
-    positions: Fixed,
-    table: Fixed,
+    positions: ReadOnly,
+    table: ReadOnly,
     x: In = None,
-    q_weight: Fixed = None,
-    k_weight: Fixed = None,
+    q_weight: ReadOnly = None,
+    k_weight: ReadOnly = None,
     dx: InOut = None,
     *,
     rows: Dim,
@@ -131,7 +131,7 @@ def rope_backward(
 
 
 @kernel("store_halves.wgsl", grid=lambda c: linear_grid(c.rows * (c.cols // 2)), lib=("linear", "half"))
-def store_halves(x: In, rows_of: Fixed, cache: InOut, *, rows: Dim, cols: U32, first: Dim) -> Any:
+def store_halves(x: In, rows_of: ReadOnly, cache: InOut, *, rows: Dim, cols: U32, first: Dim) -> Any:
     """cache[rows_of[t]] = x[first + cols t ...] rounded to f16, at most 65504 in size; 0xffffffff: nowhere."""
     new = np.clip(_region(x, first, rows, 1, cols), -65504, 65504).astype(np.float16)
     return _scatter(new.astype(np.float64), rows_of, cache)
@@ -181,14 +181,14 @@ def rope(
     q, k, v = qkv
     if not (turns or norm or cache):
         return q, k, v
-    apart = query_table is not None
+    separate = query_table is not None
     if query_table is not None:
         assert norm is None, "queries with a table of their own are not normalised"
         (q,) = _rotated(rec, q, None, positions, query_table, None, turns)
     if cache:
         assert k.storage is v.storage, "k and v are in different storages"
-        together = not apart and q.storage is k.storage
-        if not (apart or together):
+        together = not separate and q.storage is k.storage
+        if not (separate or together):
             _rotated(rec, q, None, positions, table, norm, turns)
         shape = _shape(q if together else None, k, table, norm, turns)
         if cache.keys.dtype == "f16":
@@ -203,7 +203,7 @@ def rope(
         shape["v_first"] = v.byte_offset // 4
         rec.dispatch(rope_forward, _whole(k), positions, table, *_weights(norm), *stored_in, **shape)
         return q, cache.keys, cache.values
-    if apart:
+    if separate:
         (yk,) = _rotated(rec, None, k, positions, table, None, turns)
         return q, yk, v
     if q.storage is k.storage:

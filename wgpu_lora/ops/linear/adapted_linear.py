@@ -55,24 +55,24 @@ def adapted_linears(
     x: Tensor,
     layers: Sequence[Linear[FrozenMatrix]],
     loras: Sequence[LoraSlots | None],
-    apart: bool = False,
+    separate: bool = False,
 ) -> list[Tensor]:
     """x [T, in] -> the outputs [T, out] of several layers, as `ops.linear.linear.linears` computes and stores them."""
     result = [lora for lora in loras if lora]
     if all(lora.plain for lora in result):
-        return linears(rec, x, layers, loras, apart)
+        return linears(rec, x, layers, loras, separate)
     own = [lora and replace(lora, magnitudes=None, offset=None) for lora in loras]
     if not any(lora.magnitudes for lora in result):
-        ys = linears(rec, x, layers, own, apart)
+        ys = linears(rec, x, layers, own, separate)
     elif len(result) == len(loras) and all(lora.magnitudes and not lora.dropout_keys for lora in result):
-        us = linears(rec, x, [Linear(layer.weight) for layer in layers], own, apart)
-        ys = _beside(rec, us)
+        us = linears(rec, x, [Linear(layer.weight) for layer in layers], own, separate)
+        ys = _like(rec, us)
         for u, y, layer, lora in zip(us, ys, layers, result, strict=True):
             magnified(rec, u, lora, layer.bias, y, accumulate=False)
     else:
         rows = x.size // layers[0].weight.in_features
         shapes = [(rows, layer.weight.out_features) for layer in layers]
-        alone = apart and exceed_binding(rec, rows, layers)
+        alone = separate and exceed_binding(rec, rows, layers)
         ys = [rec.temp(shape, name="dora") for shape in shapes] if alone else rec.temps(*shapes, name="dora")
         return [adapted_linear(rec, x, layer, lora, y) for layer, lora, y in zip(layers, loras, ys, strict=True)]
     for offset, y in zip([lora and lora.offset for lora in loras], ys, strict=True):
@@ -89,7 +89,7 @@ def adapted_gated(
     return gated_linears(rec, x, layers, loras) if plain else None
 
 
-def _beside(rec: Recorder, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _like(rec: Recorder, tensors: Sequence[Tensor]) -> list[Tensor]:
     """New tensors of the same shapes, in one storage if these are."""
     shapes = [tensor.shape for tensor in tensors]
     if len({tensor.storage for tensor in tensors}) == 1:

@@ -15,12 +15,12 @@ import numpy as np
 from wgpu_lora.gpu.kernel import (
     U32,
     Dim,
-    Fixed,
     Flag,
     In,
     InOut,
+    Offset,
     Out,
-    Place,
+    ReadOnly,
     by_subgroup,
     cdiv,
     kernel,
@@ -42,16 +42,16 @@ def slots_of(ranges: Any, first_row: int, rows: int) -> list[slice]:
 @kernel("magnitude_scale.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear",))
 def magnitude_scale(
     u: In,
-    gain: Fixed,
-    ranges: Fixed,
+    gain: ReadOnly,
+    ranges: ReadOnly,
     y: InOut,
-    bias: Fixed = None,
+    bias: ReadOnly = None,
     *,
     rows: U32,
     cols: U32,
     slots: U32,
     stride: U32,
-    first_row: Place[Dim] = 0,
+    first_row: Offset[Dim] = 0,
     accumulate: Flag = False,
 ) -> Any:
     """y[t] (+)= gain[s] u[t] (+ bias), s the slot of row t, gain[s] at s * stride; the gain of other rows is 1."""
@@ -66,7 +66,7 @@ def magnitude_scale(
 def magnitude_partial(
     dy: In,
     u: In,
-    ranges: Fixed,
+    ranges: ReadOnly,
     partial: Out,
     *,
     rows: U32,
@@ -74,7 +74,7 @@ def magnitude_partial(
     slots: U32,
     chunk: U32,
     chunks: U32,
-    first_row: Place[Dim] = 0,
+    first_row: Offset[Dim] = 0,
 ) -> Any:
     """partial[s, i] = the sum of dy[t] u[t] over rows [i * chunk, (i + 1) * chunk) of slot s."""
     products, result = dy.reshape(rows, cols) * u.reshape(rows, cols), np.zeros((slots, chunks, cols))
@@ -86,7 +86,7 @@ def magnitude_partial(
 
 @kernel("magnitude_gradient.wgsl", grid=lambda c: linear_grid(c.slots * c.cols), lib=("linear",))
 def magnitude_gradient(
-    partial: In, norm: Fixed, gradient: InOut, *, cols: U32, slots: U32, chunks: U32, stride: U32, slot_stride: U32
+    partial: In, norm: ReadOnly, gradient: InOut, *, cols: U32, slots: U32, chunks: U32, stride: U32, slot_stride: U32
 ) -> Any:
     """gradient[s] at s * slot_stride += sum over chunks of partial[s] / norm[s], norm[s] at s * stride; not where the
     norm is 0."""
@@ -98,7 +98,7 @@ def magnitude_gradient(
 
 
 @kernel("gram.wgsl.j2", grid=row_grid(lambda c: c.rows * c.rows), variants=by_subgroup)
-def gram(a: Fixed, y: Out, *, rows: U32, cols: U32) -> Any:
+def gram(a: ReadOnly, y: Out, *, rows: U32, cols: U32) -> Any:
     """y = a a^T."""
     matrix = a.reshape(-1)[: rows * cols].reshape(rows, cols)
     return matrix @ matrix.T
@@ -108,16 +108,16 @@ def gram(a: Fixed, y: Out, *, rows: U32, cols: U32) -> Any:
 def adapted_norm(
     p: In,
     gram: In,
-    b: Fixed,
-    m: Fixed,
-    squares: Fixed,
-    scale: Fixed,
+    b: ReadOnly,
+    m: ReadOnly,
+    squares: ReadOnly,
+    scale: ReadOnly,
     norm: Out,
     gain: Out,
     *,
     rows: U32,
     rank: U32,
-    scale_at: Place[Dim] = 0,
+    scale_at: Offset[Dim] = 0,
 ) -> Any:
     """norm[o] = sqrt(squares[o] + 2 s b[o] p[:, o] + s^2 b[o] gram b[o]^T), s = scale[scale_at]; gain = m / norm, 1
     where the norm is 0."""

@@ -81,33 +81,35 @@ class FrozenProduct:
         y: Tensor,
         bias: Tensor | None,
         accumulate: bool,
-        low: LowRank | None,
+        low_rank: LowRank | None,
         gated: bool = False,
     ) -> None:
-        """y (+)= x W^T (+ bias) (+ low); gated: y = silu of the first matrix's columns times those of the second."""
+        """y (+)= x W^T (+ bias) (+ low_rank); gated: y = silu of the first matrix's columns times the second's."""
         a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
         shape = {"m": x.size // self.in_features, "k": self.in_features, **sizes_of("n", self.outs), "gated": gated}
         tensors = {"a": a, "y": y, "bias": bias, "a_scale": scale}
-        self._dispatch(rec, self.kernel, tensors, low, accumulate, {**shape, "a_type": kind, **forward_constants(low)})
+        self._dispatch(
+            rec, self.kernel, tensors, low_rank, accumulate, {**shape, "a_type": kind, **forward_constants(low_rank)}
+        )
 
-    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low: LowRank | None) -> None:
-        """dx (+)= dy W (+ low), summed over the matrices."""
+    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low_rank: LowRank | None) -> None:
+        """dx (+)= dy W (+ low_rank), summed over the matrices."""
         a, scale, kind = gradient_operand(rec, dy, self.outs)
         shape = {"m": dx.size // self.in_features, "n": self.in_features, **sizes_of("k", self.outs)}
         tensors = {"a": a, "y": dx, "a_scale": scale}
-        constants = {**shape, "a_type": kind, **backward_constants(low)}
-        self._dispatch(rec, self.gradient, tensors, low, accumulate, constants)
+        constants = {**shape, "a_type": kind, **backward_constants(low_rank)}
+        self._dispatch(rec, self.gradient, tensors, low_rank, accumulate, constants)
 
     def _dispatch(
         self,
         rec: Recorder,
         kernel: Kernel,
         tensors: Mapping[str, Tensor | None],
-        low: LowRank | None,
+        low_rank: LowRank | None,
         accumulate: bool,
         constants: Mapping[str, Any],
     ) -> None:
-        adapter = dict(zip(("h", "factor", "ranges"), tensors_of(low), strict=False))
+        adapter = dict(zip(("h", "factor", "ranges"), tensors_of(low_rank), strict=False))
         by_name = {**tensors, **self.tensors(rec), **adapter}
         bound = [by_name.get(name) for name in kernel.bindings]
         rec.dispatch(kernel, *bound, accumulate=accumulate, **constants, **self.constants)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from wgpu_lora.gpu.kernel import Dim, Fixed, In, InOut, kernel, linear_grid
+from wgpu_lora.gpu.kernel import Dim, In, InOut, ReadOnly, kernel, linear_grid
 from wgpu_lora.gpu.tensor import Tensor, align, spanning
 from wgpu_lora.ops.elementwise import dropout_apply, fill
 from wgpu_lora.ops.linear.frozen_product import FrozenMatrix, FrozenProduct
@@ -82,7 +82,7 @@ def linears(
     x: Tensor,
     layers: Sequence[Linear[FrozenMatrix]],
     loras: Sequence[LoraSlots | None],
-    apart: bool = False,
+    separate: bool = False,
 ) -> list[Tensor]:
     """x [T, in] -> the outputs [T, out] of several layers, regions of one storage.
 
@@ -90,12 +90,12 @@ def linears(
     the same, as it is without dropout.
 
     Args:
-        apart: whether the outputs may have a storage, and a dispatch, each. They have if one storage would exceed a
+        separate: whether the outputs may have a storage, and a dispatch, each. They have if one storage would exceed a
             binding of the device.
     """
     weights = [layer.weight for layer in layers]
     rows, size_in = x.size // weights[0].in_features, weights[0].in_features
-    if apart and exceed_binding(rec, rows, layers):
+    if separate and exceed_binding(rec, rows, layers):
         return [linear(rec, x, layer, lora) for layer, lora in zip(layers, loras, strict=True)]
     together = _together(rec, layers, loras)
     ys = rec.temps(*((rows, weight.out_features) for weight in weights), name="linears")
@@ -110,7 +110,7 @@ def linears(
     product.forward(rec, x, all_ys, bias, False, _low_rank(loras, stack, h))
 
     def backward() -> None:
-        dys, dh, low = [rec.gradient(y) for y in ys], None, None
+        dys, dh, low_rank = [rec.gradient(y) for y in ys], None, None
         if stack and h:
             dh = rec.temp(h.shape, name="dh")
             for lora, dy in zip(loras, dys, strict=True):
@@ -118,20 +118,20 @@ def linears(
                     _gradients_of_b(rec, dy, h, dh, lora)
             shape = {"m": stack.rank, "n": size_in, "k": rows, **stack.factor_constants(stack.a)}
             rec.dispatch(lora_tn, dh, rec.rematerialize(x), stack.a.grads, stack.ranges, **shape)
-            low = stack.low_rank(dh, stack.a)
+            low_rank = stack.low_rank(dh, stack.a)
         if not rec.tracks(x):
             return
         dx, accumulate = rec.gradient_target(x)
         if rec.compute_dtype != "f16":
             all_dys = spanning(dys)
             assert all_dys is not None, "the gradients of a stack are regions of one storage"
-            product.backward(rec, all_dys, dx, accumulate, low)
+            product.backward(rec, all_dys, dx, accumulate, low_rank)
             return
         for weight, dy in zip(weights, dys, strict=True):  # each has scales of its own
             weight_product = weight.product(())
             assert weight_product is not None
-            weight_product.backward(rec, dy, dx, accumulate, low)
-            accumulate, low = True, None
+            weight_product.backward(rec, dy, dx, accumulate, low_rank)
+            accumulate, low_rank = True, None
 
     rec.node(backward, inputs=[x], outputs=ys, trains=stack is not None)
     return ys
@@ -243,7 +243,7 @@ def frozen_low_rank(rec: Recorder, x: Tensor, y: Tensor, lora: LoraSlots) -> Non
 
 
 @kernel("input_squares.wgsl", grid=lambda c: linear_grid(c.cols), lib=("linear",))
-def input_squares(x: In, count: Fixed, squares: InOut, *, rows: Dim, first: Dim, cols: Dim) -> Any:
+def input_squares(x: In, count: ReadOnly, squares: InOut, *, rows: Dim, first: Dim, cols: Dim) -> Any:
     """squares[c] += the sum of x[r, c]^2 over the rows in use.
 
     x has `rows` rows of a batch, from its row `first` on; the first `count` rows of the batch are in use.

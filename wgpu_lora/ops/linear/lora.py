@@ -131,19 +131,24 @@ class LowRank:
     parts: str = ALL_PARTS
 
 
-def tensors_of(low: LowRank | None) -> tuple[Tensor, ...]:
+def tensors_of(low_rank: LowRank | None) -> tuple[Tensor, ...]:
     """The bindings h, factor and ranges."""
-    return (low.h, low.factor, low.ranges) if low else ()
+    return (low_rank.h, low_rank.factor, low_rank.ranges) if low_rank else ()
 
 
-def forward_constants(low: LowRank | None) -> dict[str, Any]:
+def forward_constants(low_rank: LowRank | None) -> dict[str, Any]:
     """The constants of a forward product."""
-    return {**backward_constants(low), "adapted_parts": low.parts} if low else {}
+    return {**backward_constants(low_rank), "adapted_parts": low_rank.parts} if low_rank else {}
 
 
-def backward_constants(low: LowRank | None) -> dict[str, Any]:
+def backward_constants(low_rank: LowRank | None) -> dict[str, Any]:
     """The constants of a backward product."""
-    if low is None:
+    if low_rank is None:
         return {}
-    shape = {"rank": low.rank, "h_skip": low.h.shape[1] - low.rank, "h_first": low.first, "stride": low.stride}
-    return {**shape, "first_row": low.first_row}
+    shape = {
+        "rank": low_rank.rank,
+        "h_skip": low_rank.h.shape[1] - low_rank.rank,
+        "h_first": low_rank.first,
+        "stride": low_rank.stride,
+    }
+    return {**shape, "first_row": low_rank.first_row}

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Fixed, In, Out, kernel, linear_grid
+from wgpu_lora.gpu.kernel import U32, In, Out, ReadOnly, kernel, linear_grid
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.linear.frozen_product import FrozenMatrix
 from wgpu_lora.ops.matmul.matmul import lora_tn
@@ -20,7 +20,7 @@ F16_MAX = 65504.0
 
 
 @kernel("snap_f16.wgsl", grid=lambda c: linear_grid(c.size), lib=("linear", "half"))
-def snap_f16(x: In, enabled: Fixed, y: Out, *, size: U32) -> Any:
+def snap_f16(x: In, enabled: ReadOnly, y: Out, *, size: U32) -> Any:
     """y = x rounded to f16 if enabled[0] is 1, else x. Its gradient is taken to be 1 (Bengio et al. 2013)."""
     if not enabled[0]:
         return x

@@ -1,10 +1,10 @@
-"""Log-probabilities of a batch's targets and their gradient, in one sweep over chunks of the vocabulary.
+"""Log-probabilities of a batch's targets and their gradient, in one pass over chunks of the vocabulary.
 
 With W the LM head, the gradient of a row's -log p(target) by its hidden state is sum_v p_v W[v] - W[target]. As in
 attention, it is accumulated with an online softmax: each chunk's products are added with p relative to the running
 maximum, the previous sum is rescaled, and the result is divided by the softmax's sum at the end. A chunk is multiplied
 twice instead of three times, and the logits are never stored as a whole. An objective's weights only scale each row's
-gradient, so they may be computed after the sweep.
+gradient, so they may be computed after the pass.
 
 Objectives may also ask for the logits of a few tokens per row, the *support*. These are hidden from the softmax, which
 then is that of all other tokens, the *rest*: what an objective computes of both has no cancellation, however little
@@ -26,12 +26,12 @@ import numpy as np
 from wgpu_lora.gpu.kernel import (
     F32,
     U32,
-    Fixed,
     Flag,
     In,
     InOut,
+    Offset,
     Out,
-    Place,
+    ReadOnly,
     by_subgroup,
     kernel,
     linear_grid,
@@ -50,15 +50,15 @@ CHUNK_BYTES = 32 << 20  # of one chunk's logits
 @kernel("softmax_chunk.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
 def softmax_chunk(
     logits: InOut,
-    targets: Fixed,
-    count: Fixed,
+    targets: ReadOnly,
+    count: ReadOnly,
     state: InOut,
     rescale: InOut,
     apart: Out = None,
     *,
     rows: U32,
     cols: U32,
-    first: Place[U32],
+    first: Offset[U32],
     rate: F32 = 1.0,
     hidden: Flag = False,
     cap: F32 = 0.0,
@@ -91,7 +91,7 @@ def softmax_chunk(
 
 
 @kernel("target_logprobs.wgsl", grid=lambda c: linear_grid(c.rows), lib=("linear",))
-def target_logprobs(state: In, count: Fixed, logprobs: Out, *, rows: U32, rate: F32 = 1.0) -> Any:
+def target_logprobs(state: In, count: ReadOnly, logprobs: Out, *, rows: U32, rate: F32 = 1.0) -> Any:
     """logprobs = rate target's logit - (rate m + log(sum)), by the state of `softmax_chunk`; 0 for rows >= count."""
     top, total, target_logits, _ = state.reshape(rows, 4).T
     valid = np.arange(rows) < int(count.reshape(-1)[0])
@@ -99,7 +99,7 @@ def target_logprobs(state: In, count: Fixed, logprobs: Out, *, rows: U32, rate: 
 
 
 @kernel("target_hits.wgsl", grid=lambda c: linear_grid(c.rows), lib=("linear",))
-def target_hits(state: In, count: Fixed, hits: Out, *, rows: U32) -> Any:
+def target_hits(state: In, count: ReadOnly, hits: Out, *, rows: U32) -> Any:
     """hits = 1 where no logit is larger than the target's, by the state of `softmax_chunk`; 0 for rows >= count."""
     top, _, target_logits, _ = state.reshape(rows, 4).T
     return np.where(np.arange(rows) < int(count.reshape(-1)[0]), target_logits >= top, 0)
@@ -109,7 +109,7 @@ def target_hits(state: In, count: Fixed, hits: Out, *, rows: U32) -> Any:
 def logprob_gradient(
     state: In,
     weights: In,
-    count: Fixed,
+    count: ReadOnly,
     head_rows: In,
     dh: InOut,
     *,
@@ -129,7 +129,7 @@ def logprob_gradient(
 
 @kernel("rest_gradient.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
 def rest_gradient(
-    state: In, rests: In, count: Fixed, dh: In, total: InOut, *, rows: U32, cols: U32, accumulate: Flag = False
+    state: In, rests: In, count: ReadOnly, dh: In, total: InOut, *, rows: U32, cols: U32, accumulate: Flag = False
 ) -> Any:
     """total (+)= rests dh / sum; nothing for rows without a weight and rows >= count[0]."""
     valid = (rests.reshape(-1) != 0) & (np.arange(rows) < int(count.reshape(-1)[0]))
@@ -138,7 +138,7 @@ def rest_gradient(
 
 
 @kernel("sum_by_slot.wgsl.j2", grid=row_grid(lambda c: c.slots), variants=by_subgroup)
-def sum_by_slot(x: In, ranges: Fixed, total: InOut, *, slots: U32, largest: Flag = False) -> Any:
+def sum_by_slot(x: In, ranges: ReadOnly, total: InOut, *, slots: U32, largest: Flag = False) -> Any:
     """total[s] += sum of x over the rows of slot s; with `largest`, the largest of these, total and 0 instead."""
     if largest:
         return np.maximum(total, [x[a:b].max(initial=0) for a, b in ranges.reshape(-1, 2).astype(int)])
@@ -158,8 +158,8 @@ class Targets:
 
 
 @dataclass(eq=False)
-class Sweep:
-    """The results of a sweep over the vocabulary for R targets.
+class VocabularyLogprobs:
+    """The results of a pass over the vocabulary for R targets.
 
     states: f32 [R, 4] by temperature, of the softmax of logits that are not hidden: (largest logit, sum of
     exp((logit - largest) / temperature), target's logit, 0). With `entropy`, the last is the sum of these exponentials
@@ -172,11 +172,11 @@ class Sweep:
     logprobs: Tensor
     states: Mapping[float, Tensor]
     support_logits: Mapping[Tensor, Tensor]
-    gradient: SweepGradient | None = None
+    gradient: VocabularyGradient | None = None
 
 
 @dataclass(frozen=True)
-class SweepGradient:
+class VocabularyGradient:
     """Derivatives of a loss.
 
     weights: f32 [R] by temperature, by each target's -log p at that temperature. rests: f32 [R] by temperature, the sum
@@ -189,7 +189,7 @@ class SweepGradient:
     support_gradients: Mapping[Tensor, Tensor] = field(default_factory=dict)
 
 
-def sweep(
+def vocabulary_logprobs(
     rec: Recorder,
     hidden: Tensor,
     head: EmbeddingTable,
@@ -199,7 +199,7 @@ def sweep(
     temperatures: Sequence[float] = (1.0,),
     supports: Sequence[Tensor] = (),
     entropy: bool = False,
-) -> Sweep:
+) -> VocabularyLogprobs:
     """Softmaxes of the logits of R targets, given hidden states [T, hidden_size].
 
     For a backward pass, set `gradient`, or use `seed`.
@@ -225,9 +225,9 @@ def sweep(
         rounded, scale, kind = head_operand(rec, inputs, cols, keep=True)
         head_logits(rec.dispatch, rounded, head, part, logits, count, scale, kind)
         for ids, values in support_logits.items():
-            place = {"rows": rows, "kept": ids.shape[1], "cols": width, "first": first}
-            rec.dispatch(pick_logits, logits, ids, count, values, **place)
-            rec.dispatch(hide_logits, ids, count, logits, **place)
+            chunk = {"rows": rows, "kept": ids.shape[1], "cols": width, "first": first}
+            rec.dispatch(pick_logits, logits, ids, count, values, **chunk)
+            rec.dispatch(hide_logits, ids, count, logits, **chunk)
         for t in temperatures:
             last = t == temperatures[-1]
             apart = None if last else rec.temp((rows, width), name="exponentials")
@@ -250,23 +250,23 @@ def sweep(
     logprobs = into or rec.temp((rows,), name="logprobs")
     first_rate = 1 / temperatures[0]
     rec.dispatch(target_logprobs, states[temperatures[0]], targets.count, logprobs, rows=rows, rate=first_rate)
-    swept = Sweep(targets, logprobs, states, support_logits)
+    vocabulary = VocabularyLogprobs(targets, logprobs, states, support_logits)
 
     def backward() -> None:
-        assert swept.gradient is not None
-        total = _gradient(rec, swept, swept.gradient, head, targets, sums)
+        assert vocabulary.gradient is not None
+        total = _gradient(rec, vocabulary, vocabulary.gradient, head, targets, sums)
         dhidden = rec.new_gradient(hidden)
         rec.dispatch(fill, dhidden, size=dhidden.size)
         rec.dispatch(scatter_rows, total, targets.rows, dhidden, rows=rows, cols=cols)
 
     rec.node(backward, inputs=[hidden], outputs=[logprobs])
-    return swept
+    return vocabulary
 
 
 def _gradient(
     rec: Recorder,
-    swept: Sweep,
-    gradient: SweepGradient,
+    vocabulary: VocabularyLogprobs,
+    gradient: VocabularyGradient,
     head: EmbeddingTable,
     targets: Targets,
     sums: Mapping[float, Tensor],
@@ -278,11 +278,11 @@ def _gradient(
         into = total or rec.temp((shape["rows"], shape["cols"]), name="dpicked")
         accumulate = total is not None
         rec.dispatch(
-            rest_gradient, swept.states[t], weights, targets.count, sums[t], into, **shape, accumulate=accumulate
+            rest_gradient, vocabulary.states[t], weights, targets.count, sums[t], into, **shape, accumulate=accumulate
         )
         total = into
     for t, weights in gradient.weights.items():
-        head_rows, state = embed(rec, targets.ids, head, name="target rows"), swept.states[t]
+        head_rows, state = embed(rec, targets.ids, head, name="target rows"), vocabulary.states[t]
         rec.dispatch(
             logprob_gradient, state, weights, targets.count, head_rows, sums[t], **shape, rate=1 / t, cap=head.cap
         )
@@ -292,24 +292,26 @@ def _gradient(
             gradient_sum = rec.temp((shape["rows"], shape["cols"]), name="dpicked")
             rec.dispatch(add_forward, total, sums[t], gradient_sum, size=gradient_sum.size)
             total = gradient_sum
-    assert total is not None, "the sweep has no gradient"
+    assert total is not None, "the pass has no gradient"
     for ids, weights in gradient.support_gradients.items():
         by_logits = weights
         if head.cap:
             by_logits = rec.temp(weights.shape, name="before the cap")
-            rec.dispatch(cap_gradient, weights, swept.support_logits[ids], by_logits, size=weights.size, cap=head.cap)
+            rec.dispatch(
+                cap_gradient, weights, vocabulary.support_logits[ids], by_logits, size=weights.size, cap=head.cap
+            )
         add_support(rec, by_logits, ids, head, targets.count, total)
     return total
 
 
-def hits(rec: Recorder, swept: Sweep) -> Tensor:
+def hits(rec: Recorder, vocabulary: VocabularyLogprobs) -> Tensor:
     """Which targets are the most likely token, f32 [R]: 1 or, for others and for padding, 0. A tie is a hit."""
-    state = next(iter(swept.states.values()))
-    result = rec.temp(swept.logprobs.shape, name="hits")
-    rec.dispatch(target_hits, state, swept.targets.count, result, rows=result.size)
+    state = next(iter(vocabulary.states.values()))
+    result = rec.temp(vocabulary.logprobs.shape, name="hits")
+    rec.dispatch(target_hits, state, vocabulary.targets.count, result, rows=result.size)
     return result
 
 
-def seed(swept: Sweep, gradient: SweepGradient) -> None:
+def seed(vocabulary: VocabularyLogprobs, gradient: VocabularyGradient) -> None:
     """Starts the backward pass of a loss from its derivatives."""
-    swept.gradient = gradient
+    vocabulary.gradient = gradient

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, Place, kernel, linear_grid
+from wgpu_lora.gpu.kernel import U32, Dim, In, InOut, Offset, Out, ReadOnly, kernel, linear_grid
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.ops.loss.sparse_logits import LOWEST
 
@@ -19,7 +19,15 @@ UNITS = 2.0**31  # of probabilities
 
 @kernel("mask_logits.wgsl", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear",))
 def mask_logits(
-    logits: In, masked: Fixed, masks: Fixed, scores: InOut, *, rows: Dim, cols: Dim, vocab: Dim, first: Place[U32]
+    logits: In,
+    masked: ReadOnly,
+    masks: ReadOnly,
+    scores: InOut,
+    *,
+    rows: Dim,
+    cols: Dim,
+    vocab: Dim,
+    first: Offset[U32],
 ) -> Any:
     """scores[r, first + c] = logits[r, c], or LOWEST where masked[r] is set and bit first + c of masks[r] is not."""
     result = scores.reshape(rows, vocab).copy()
@@ -31,7 +39,7 @@ def mask_logits(
 
 
 @kernel("edit_scores.wgsl", grid=lambda c: linear_grid(c.count), lib=("linear",))
-def edit_scores(edits: Fixed, scores: InOut, *, count: Dim) -> Any:
+def edit_scores(edits: ReadOnly, scores: InOut, *, count: Dim) -> Any:
     """scores[i] = scores[i] * factor if that is negative, else scores[i] / factor, minus a difference, for edits (i,
     factor, difference, 0) of different i; 0xffffffff: none. Scores of LOWEST stay."""
     words = edits.reshape(-1, 4).astype(np.uint32)
@@ -49,7 +57,7 @@ def _workgroups(capabilities: Capabilities, c: Any) -> list[Tiling]:
 
 
 @kernel("sample_tokens.wgsl.j2", grid=lambda c: (c.rows, 1, 1), variants=_workgroups)
-def sample_tokens(scores: In, params: Fixed, ids: Out, *, rows: Dim, cols: Dim) -> Any:
+def sample_tokens(scores: In, params: ReadOnly, ids: Out, *, rows: Dim, cols: Dim) -> Any:
     """ids[r] = the first of the largest scores at temperature 0, else a draw from softmax(scores[r] / temperature).
 
     Among the top_k most likely tokens (0: all), of these the most likely ones up to a probability of top_p, of these

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Place, Word, by_subgroup, kernel, linear_grid, row_grid
+from wgpu_lora.gpu.kernel import U32, Dim, In, InOut, Offset, ReadOnly, Word, by_subgroup, kernel, linear_grid, row_grid
 from wgpu_lora.gpu.reference_values import Part, evenly_spaced, select_rows
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Arrays, Constants
@@ -18,7 +18,7 @@ LOWEST = -3.0e38  # a logit of probability 0
 NO_ID = 0xFFFFFFFF  # of no token, in a row with fewer
 
 
-def _places(ids: np.ndarray, count: np.ndarray, rows: int, cols: int, first: int) -> tuple[np.ndarray, ...]:
+def _coordinates(ids: np.ndarray, count: np.ndarray, rows: int, cols: int, first: int) -> tuple[np.ndarray, ...]:
     """The places (row, s) of the ids in a chunk, and their columns."""
     columns = ids.reshape(rows, -1).astype(np.int64) - first
     valid = np.arange(rows)[:, None] < int(count.reshape(-1)[0])
@@ -28,19 +28,19 @@ def _places(ids: np.ndarray, count: np.ndarray, rows: int, cols: int, first: int
 
 @kernel("pick_logits.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.kept), lib=("linear",))
 def pick_logits(
-    logits: In, ids: In, count: Fixed, picked: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Place[Dim]
+    logits: In, ids: In, count: ReadOnly, picked: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Offset[Dim]
 ) -> Any:
     """picked[r, s] = logits[r, ids[r, s] - first] for ids in [first, first + cols) and r < count[0], else unchanged."""
-    row, s, column = _places(ids, count, rows, cols, first)
+    row, s, column = _coordinates(ids, count, rows, cols, first)
     result = picked.reshape(rows, kept).copy()
     result[row, s] = logits.reshape(rows, cols)[row, column]
     return result
 
 
 @kernel("hide_logits.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.kept), lib=("linear",))
-def hide_logits(ids: In, count: Fixed, logits: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Place[Dim]) -> Any:
+def hide_logits(ids: In, count: ReadOnly, logits: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Offset[Dim]) -> Any:
     """logits[r, ids[r, s] - first] = LOWEST for ids in [first, first + cols) and r < count[0]."""
-    row, _, column = _places(ids, count, rows, cols, first)
+    row, _, column = _coordinates(ids, count, rows, cols, first)
     result = logits.reshape(rows, cols).copy()
     result[row, column] = np.float32(LOWEST)
     return result
@@ -53,7 +53,8 @@ def hide_logits(ids: In, count: Fixed, logits: InOut, *, rows: Dim, kept: Dim, c
     part=partial(rows_asked_for, size="size"),
 )
 def support_product(
-    weights: In, ids: In, count: Fixed, b: Fixed, y: InOut, *, rows: U32, kept: U32, cols: U32, first: Place[U32],
+    weights: In, ids: In, count: ReadOnly, b: ReadOnly, y: InOut, *, rows: U32, kept: U32, cols: U32,
+    first: Offset[U32],
     size: U32, b_type: Word = "f32",
 ) -> Any:  # fmt: skip
     """y[r] += sum over s of weights[r, s] b[ids[r, s] - first], for ids in [first, first + size) and r < count[0];
@@ -65,7 +66,7 @@ def add_rows(
     weights: np.ndarray, ids: np.ndarray, count: np.ndarray, table: np.ndarray, y: np.ndarray, rows: int, first: int
 ) -> np.ndarray:
     """The reference of `support_product`, with a table [size, cols]."""
-    row, s, at = _places(ids, count, rows, len(table), first)
+    row, s, at = _coordinates(ids, count, rows, len(table), first)
     w = weights.reshape(rows, -1)[row, s]
     nonzero = w != 0
     result = y.reshape(rows, -1).copy()
@@ -95,7 +96,7 @@ def _sample_rows(arrays: Arrays, c: Constants) -> Part | None:
 @kernel("top_k.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup, part=_sample_rows)
 def top_k(
     logits: In,
-    count: Fixed,
+    count: ReadOnly,
     values: In,
     ids: In,
     best: InOut,
@@ -104,7 +105,7 @@ def top_k(
     rows: Dim,
     k: Dim,
     cols: Dim,
-    first: Place[Dim],
+    first: Offset[Dim],
 ) -> Any:
     """The K largest of a chunk's logits [rows, cols] and the min(K, first) largest before it, ordered by id.
 

@@ -175,9 +175,9 @@ class Layout:
         vector = self.vectors[column // 4]
         return vector.suffix if vector.size == 1 else f"{vector.suffix}.{'xyzw'[column % 4]}"
 
-    def bits(self, *place: int) -> str:
-        """What `decode8` takes: the words at a place, one value or a vector."""
-        names = ["_".join([word.name, *map(str, place)]) if word.used else "0u" for word in self.words]
+    def bits(self, *offset: int) -> str:
+        """What `decode8` takes: the words at an offset, one value or a vector."""
+        names = ["_".join([word.name, *map(str, offset)]) if word.used else "0u" for word in self.words]
         return names[0] if len(names) == 1 else f"vec{len(names)}<u32>({', '.join(names)})"
 
     @property
@@ -236,9 +236,9 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
     row_of_y = f"({n} + dims.y_skip) + dims.y_first" if "y_skip" in dims and not across else n
     part_of_y = "slot * dims.stride + " if across else "part_y + " if by_columns and not gated else ""
     shape = f"{n}, dims.k" if form == "nt" else f"{k}, dims.n"
-    place = f"part_b, {'0u' if format == 'dense' else 'part_scales'}" if stacked else "0u, 0u"
+    offset = f"part_b, {'0u' if format == 'dense' else 'part_scales'}" if stacked else "0u, 0u"
     if "w_skip" in dims and not stacked:
-        place, shape = "dims.w_first, dims.w_first", shape.replace(",", " + dims.w_skip,")
+        offset, shape = "dims.w_first, dims.w_first", shape.replace(",", " + dims.w_skip,")
     return Layout(
         across=across,
         grouped=grouped,
@@ -258,7 +258,7 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
         bias="part_bias + " if by_columns else "",
         codes="part_b + " if stacked else "",
         scales="part_scales + " if stacked else "",
-        matrix=f"Matrix({place}, {shape})",
+        matrix=f"Matrix({offset}, {shape})",
         run=run,
         tiled=tiled,
         neighbours=tile.cols if packed_columns or tiled else width,

@@ -82,13 +82,13 @@ def on_matrix_units(capabilities: Capabilities, c: Any) -> list[Tiling]:
 
 
 def tilings(
-    span: int, *shapes: tuple[int, int], cpu_span: int | None = None, owners: int = 8, beside: int = 0
+    span: int, *shapes: tuple[int, int], cpu_span: int | None = None, owners: int = 8, other_registers: int = 0
 ) -> Variants:
     """Variants with tilings of these (rows, columns per lane), the default first; rounds are multiples of `span` steps.
 
     On CPU drivers with 64-bit integers and CPU_LANES lanes the default is a `large` tile with rounds of cpu_span steps.
 
-    beside: registers of a lane besides its sums, without 64-bit loads, by the compilers' table (`make gpu-compilers`).
+    other_registers: of a lane besides its sums, without 64-bit loads, by the compilers' table (`make gpu-compilers`).
         Tilings that need more than a device has are left out.
 
     Without subgroups, threads of a GPU load for each other through workgroup memory, which CPU drivers are slow at: on
@@ -117,7 +117,7 @@ def tilings(
             rounds = span if decoding else span * max(1, 32 // span // few)
             divisions = ((owners, 2), (owners, 4)) if decoding else ((owners, 2), (2 * owners, 2), (owners, 4))
             result = [Tiling("few", size, few, cols, rounds, size // own) for own, cols in divisions if own < size]
-        fitting = [tiling for tiling in result if tiling.rows * tiling.cols + beside <= capabilities.registers]
+        fitting = [tiling for tiling in result if tiling.rows * tiling.cols + other_registers <= capabilities.registers]
         if capabilities.int64:
             wide = [replace(tiling, wide=True) for tiling in (result if capabilities.software else fitting)]
             if capabilities.software and size == CPU_LANES and (c.form == "tn" or c.m > FEW_ROWS):

@@ -87,7 +87,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class LogPlace:
+class LogPosition:
     """A line of an evidence log: its number, and its SHA-256."""
 
     sequence: Count
@@ -95,7 +95,7 @@ class LogPlace:
 
 
 @dataclass(frozen=True)
-class Progress(LogPlace):
+class LogProgress(LogPosition):
     """How far a job's evidence log has come, as its session reports it, so that it cannot be put back unnoticed.
 
     job: its name. session: keyid.
@@ -106,8 +106,8 @@ class Progress(LogPlace):
 
 
 def sign_progress(job: str, sequence: int, head: str, key: SigningKey) -> bytes:
-    """A report, signed by the session's key. Arguments as the fields of `Progress`."""
-    facts = asdict(Progress(sequence, head, job, key.public.keyid))
+    """A report, signed by the session's key. Arguments as the fields of `LogProgress`."""
+    facts = asdict(LogProgress(sequence, head, job, key.public.keyid))
     return dsse.sign(dsse.statement(PROGRESS, [("evidence.jsonl", head)], facts), key)
 
 
@@ -251,7 +251,7 @@ class Broker:
                 self._refuse({"request": "progress", **asdict(report)}, [failure], 409)
             self._record("progress", asdict(report))
 
-    def _read_report(self, signed: bytes) -> Progress:
+    def _read_report(self, signed: bytes) -> LogProgress:
         """A report, if the newest session of its job signed it. Raises UserError or ValueError."""
         name = self._state.sessions.get(str(dsse.peek(signed)["predicate"].get("session")))
         if name is None:
@@ -260,7 +260,7 @@ class Broker:
         statement = dsse.verify(signed, PublicKey.parse(job.key))
         if statement["predicateType"] != PROGRESS:
             raise ValueError("it is another kind of statement")
-        report: Progress = typed(Progress, statement["predicate"], "the report", unknown="refuse")
+        report: LogProgress = typed(LogProgress, statement["predicate"], "the report", unknown="refuse")
         if (report.job, report.session) != (name, job.session):
             raise ValueError("it is not of the job's newest session")
         return report
@@ -311,7 +311,7 @@ class Broker:
             yield Failure("job.name", f"1 to {MAX_NAME} printable characters", value_text(name))
         if resume is not None:
             try:
-                typed(LogPlace, resume, unknown="refuse")
+                typed(LogPosition, resume, unknown="refuse")
                 if unknown:
                     yield Failure(HEAD, "the first session of a job that this broker does not know", "one that resumes")
             except ValueError:

@@ -32,7 +32,7 @@ class DamagedError(UserError):
 
 
 @dataclass(frozen=True)
-class Line:
+class Predicate:
     """What a line states.
 
     Attributes:
@@ -49,7 +49,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Entry(Line):
+class Entry(Predicate):
     """A line of a log, verified.
 
     Attributes:
@@ -145,7 +145,7 @@ class SignedLog:
             UserError: the file cannot be written, or another process wrote to it; it is then as before.
         """
         subjects = tuple(subjects)
-        record = Line(self.name, self.sequence + 1, self.head, stage, utc_now(), json.loads(to_json(facts)))
+        record = Predicate(self.name, self.sequence + 1, self.head, stage, utc_now(), json.loads(to_json(facts)))
         link = (f"{self.path.name}:{self.sequence}", self.head)
         line = dsse.sign(dsse.statement(self.kind, [link, *subjects], asdict(record)), self._key)
         if len(line) > MAX_LINE_BYTES:
@@ -218,7 +218,7 @@ def read_lines(data: bytes, where: str, kind: str, key_of: KeyOf, name: str = ""
 def _verify_line(line: bytes, kind: str, key_of: KeyOf, before: Sequence[Entry]) -> Entry:
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"it is longer than {MAX_LINE_BYTES:,} bytes")
-    record = typed(Line, dsse.peek(line)["predicate"], "its predicate", unknown="refuse")
+    record = typed(Predicate, dsse.peek(line)["predicate"], "its predicate", unknown="refuse")
     key = key_of(record.stage, record.facts, before)
     statement = dsse.verify(line, key)
     if statement["predicateType"] != kind:

@@ -329,5 +329,5 @@ def _within(value: Any, bound: Mapping[str, Any]) -> bool:
     if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in values):
         return False
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    low, high = bound.get("min"), bound.get("max")
-    return (low is None or (number and value >= low)) and (high is None or (number and value <= high))
+    minimum, maximum = bound.get("min"), bound.get("max")
+    return (minimum is None or (number and value >= minimum)) and (maximum is None or (number and value <= maximum))

@@ -44,7 +44,7 @@ from wgpu_lora.train.resolve_options import find_recipe, recipe_arguments
 MAX_NAME = 100
 SEALED = {"data": ".jsonl.age", "eval_data": ".jsonl.age", "init_adapter": ARCHIVE}  # options of sealed files
 # Options that name models and adapters in the clear, which decide about what is learnt as the data do.
-BESIDE = ("reference_adapter", "teacher", "teacher_adapter")
+OTHER_MODELS = ("reference_adapter", "teacher", "teacher_adapter")
 # Options that would read rows from elsewhere, or write or send what is learnt from them in the clear.
 REFUSED = {
     **dict.fromkeys(("split", "eval_split", "dataset_config"), "rows come from a sealed file, not from a dataset"),
@@ -133,9 +133,9 @@ class ProtectedJob:
         """All options of the training but those of this machine, as claims and the evidence log state them."""
         return {name: value for name, value in self.arguments.as_dict().items() if name not in LOCAL}
 
-    def beside(self) -> dict[str, Path]:
+    def other_models(self) -> dict[str, Path]:
         """Models and adapters beside the base, by their options."""
-        locations = {name: getattr(self.arguments, name) for name in BESIDE}
+        locations = {name: getattr(self.arguments, name) for name in OTHER_MODELS}
         return {name: resolve_model(at) if name == "teacher" else Path(at) for name, at in locations.items() if at}
 
     def digests(self) -> dict[str, dict[str, Any]]:
@@ -145,7 +145,7 @@ class ProtectedJob:
             UserError: a file cannot be read, is not the one that its record is about, or not on this machine.
         """
         sealed = {role: sealed_facts(path) for role, path in self.sealed.items()}
-        return sealed | {name: model_facts(name, path) for name, path in self.beside().items()}
+        return sealed | {name: model_facts(name, path) for name, path in self.other_models().items()}
 
     def with_options(self, options: Mapping[str, Any]) -> ProtectedJob:
         """The job with options of the command line or Python over its own. Raises UserError if one is not allowed."""

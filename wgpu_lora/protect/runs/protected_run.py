@@ -172,7 +172,7 @@ def _train(session: Session, key: DataKey, model: LoadedModel, end: SessionEnd, 
     account = prepared.run.stream.prepared.account
     end.rows, trained = account.examples, min(account.examples, len(prepared.run.stream.prepared.samples))
     _check_limits(session, prepared, account.examples, trained)
-    _check_beside(session)
+    _check_other_models(session)
     data = [(item["name"], item["sha256"]) for item in session.data.values()]
     log.append("opened", {"rows": account.examples, "trained_rows": trained}, data)
     if newest:
@@ -205,9 +205,9 @@ def _open_data(
     return sources, initial
 
 
-def _check_beside(session: Session) -> None:
+def _check_other_models(session: Session) -> None:
     """Raise UserError if a model or an adapter beside the base is no longer the one that was attested."""
-    for name, path in session.job.beside().items():
+    for name, path in session.job.other_models().items():
         if model_facts(name, path)["sha256"] != session.data[name]["sha256"]:
             raise UserError(f"{path} has changed since it was attested: start again when nobody writes to it.")
 

@@ -18,7 +18,7 @@ from wgpu_lora.data.row_counts import SKIPPED
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.atomic import sha256, sync_directory, write_bytes_atomic
 from wgpu_lora.files.json_files import MAX_JSON_BYTES, read_bytes
-from wgpu_lora.files.locks import sweep
+from wgpu_lora.files.locks import remove_leftovers
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.protect.evidence.model_signature import NAME as SIGNATURE
 from wgpu_lora.protect.evidence.model_signature import sign_model
@@ -35,7 +35,7 @@ SKIPPED_ROWS = f"{SKIPPED}.age"
 MADE = ("checkpoint", "evaluated", "finished", "interrupted", "failed")  # stages whose lines name sealed files
 _STEP = re.compile(f"{re.escape(STEPS)}/{NAME.pattern}{re.escape(ARCHIVE)}")
 # Names of files that are not sealed, and are written by renaming a temporary file.
-_BESIDE = re.compile(r"job\.toml|evidence-[0-9]+\.json|release-[0-9]+\.jwt|(cleanup|statement)\.json|.+\.jsonl\.age")
+_WRITTEN = re.compile(r"job\.toml|evidence-[0-9]+\.json|release-[0-9]+\.jwt|(cleanup|statement)\.json|.+\.jsonl\.age")
 UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
 
 
@@ -68,7 +68,7 @@ class SealedStorage(CheckpointStore):
         self._on_save, self._opened = on_save, dict[Path, Mapping[str, bytes]]()
         self._initial = {path.resolve(): files for path, files in (initial or {}).items()}
         self._results: dict[str, bytes] = {}
-        self._beside: Path | None = None
+        self._sealed_adapter: Path | None = None
         self.adapter: dict[str, str] = {}
         self.adapter_sha256: str | None = None
         self.skipped_rows = [
@@ -92,7 +92,7 @@ class SealedStorage(CheckpointStore):
     def recover(self) -> list[str]:
         """Complete or remove what a killed session left unfinished; returns the names of these files."""
         names = []
-        sweep(self._run, _BESIDE)
+        remove_leftovers(self._run, _WRITTEN)
         for directory in (self._run, self._run / STEPS):
             for path in sorted(directory.iterdir()) if directory.is_dir() else []:
                 if not (match := UNFINISHED.fullmatch(path.name)) or not path.is_file():
@@ -137,27 +137,27 @@ class SealedStorage(CheckpointStore):
 
     def write_directory(self, final: Path, files: Mapping[str, bytes]) -> None:
         with self._timer():
-            place = self.disk_path(final)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            digest, temporary = self._seal(place, archive.pack(files))
-            name, stage = self._name(place), "checkpoint" if final.parent.name == STEPS else "evaluated"
+            path = self.disk_path(final)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            digest, temporary = self._seal(path, archive.pack(files))
+            name, stage = self._name(path), "checkpoint" if final.parent.name == STEPS else "evaluated"
             self._log.append(stage, _facts(files), [(name, digest)])
             self._name_newest(name, digest)
-            temporary.replace(place)
-            sync_directory(place.parent)
+            temporary.replace(path)
+            sync_directory(path.parent)
             self._opened.clear()
             self._on_save()
 
     def remove(self, directory: Path) -> None:
-        place = self.disk_path(directory)
-        name, steps = self._name(place), self._steps()
+        path = self.disk_path(directory)
+        name, steps = self._name(path), self._steps()
         if steps and steps[-1] == name:  # the run has gone back to the one before it, or to its start
             newest = steps[-2:-1]
             facts = {"step": _step(newest[0]) if newest else 0, "removed": name}
             self._log.append(
                 "checkpoint", facts, [(checkpoint, self._newest_digests[checkpoint]) for checkpoint in newest]
             )
-        place.unlink()
+        path.unlink()
         self._newest_digests.pop(name)
 
     # -- files ---------------------------------------------------------------------------------------------------------
@@ -197,15 +197,15 @@ class SealedStorage(CheckpointStore):
     def finish(self, directory: Path) -> None:
         """Sign and seal the adapter, beside its place."""
         files = {**self._results, SIGNATURE: sign_model(self._results, self._keys.signing)}
-        self.adapter_sha256, self._beside = self._seal(self._run / ADAPTER, archive.pack(files))
+        self.adapter_sha256, self._sealed_adapter = self._seal(self._run / ADAPTER, archive.pack(files))
         self.adapter = {name: sha256(data) for name, data in files.items()}
 
     def put_adapter(self) -> None:
         """Move the sealed adapter, which the log names by now, to its place."""
-        if self._beside is not None:
-            self._beside.replace(self._run / ADAPTER)
+        if self._sealed_adapter is not None:
+            self._sealed_adapter.replace(self._run / ADAPTER)
             sync_directory(self._run)
-            self._beside = None
+            self._sealed_adapter = None
 
     def disk_path(self, path: Path) -> Path:
         if path.name == SKIPPED:
@@ -219,11 +219,11 @@ class SealedStorage(CheckpointStore):
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _seal(self, place: Path, data: bytes) -> tuple[str, Path]:
+    def _seal(self, path: Path, data: bytes) -> tuple[str, Path]:
         """Seal data to a file beside its place; returns the digest and the file."""
         sealed = seal_bytes(data, self._recipients)
         digest = sha256(sealed)
-        temporary = place.with_name(f".{place.name}.{digest[:16]}.tmp")
+        temporary = path.with_name(f".{path.name}.{digest[:16]}.tmp")
         try:
             with temporary.open("wb") as file:
                 file.write(sealed)

@@ -270,5 +270,5 @@ def write_private(path: str | Path, content: bytes) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable(path, "PATH", error) from None
-    with new_file(path, "PATH", private=True) as place:
-        place.write_bytes(content)
+    with new_file(path, "PATH", private=True) as temporary:
+        temporary.write_bytes(content)

@@ -115,10 +115,10 @@ def seal_path(
     record_file, is_rows = record_path(to), to.name.endswith(".jsonl.age") if standard else path.suffix == ".jsonl"
     check_new(record_file, flag("output"))
     with ExitStack() as undone:
-        with new_file(to, flag("output")) as place:
-            with place.open("xb") as file:
+        with new_file(to, flag("output")) as temporary:
+            with temporary.open("xb") as file:
                 seal_stream(reader, file, recipients)
-            digest, size, unique = file_digest(place), place.stat().st_size, tuple(dict.fromkeys(recipients))
+            digest, size, unique = file_digest(temporary), temporary.stat().st_size, tuple(dict.fromkeys(recipients))
             record = SealRecord(digest, size, reader.rows if is_rows else None, unique)
             write_new_bytes(record_file, (json.dumps(asdict(record), indent=2) + "\n").encode(), flag("output"))
             undone.callback(record_file.unlink)  # if the file does not get its name
@@ -206,17 +206,17 @@ def unseal_path(
             unseal_stream(source, target, key, where)
             target.flush()
         elif not unpack:
-            with new_file(to, flag("output"), private=True) as place, place.open("xb") as file:
+            with new_file(to, flag("output"), private=True) as temporary, temporary.open("xb") as file:
                 unseal_stream(source, file, key, where)
         else:
-            place = stack.enter_context(new_directory(to, flag("output"), private=True))
-            whole = stack.enter_context(tempfile.TemporaryFile(dir=place))
+            temporary = stack.enter_context(new_directory(to, flag("output"), private=True))
+            whole = stack.enter_context(tempfile.TemporaryFile(dir=temporary))
             unseal_stream(source, whole, key, where)
             whole.flush()
             if not whole.tell():  # cannot be mapped
-                archive.extract(memoryview(b""), place)
+                archive.extract(memoryview(b""), temporary)
             with mmap.mmap(whole.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
-                archive.extract(view, place)
+                archive.extract(view, temporary)
 
 
 def _standard_output(stdout: TextIO | None) -> BinaryIO | io.FileIO:

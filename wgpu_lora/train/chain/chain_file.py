@@ -70,13 +70,13 @@ def read_chain(name: str, output: str | None = None, device: str | None = None, 
     file = read_as(ChainFile, values, where)
     if len(file.stage) > MOST:
         raise UserError(f"{where} has {len(file.stage):,} stages: use at most {MOST}.")
-    place, shared = Path(output or file.output or path.stem), {"model": model or file.model, "device": device}
+    directory, shared = Path(output or file.output or path.stem), {"model": model or file.model, "device": device}
     result: dict[str, ChainStage] = {}
     with naming(IN_FILE):
         for number, table in enumerate(file.stage, 1):
-            link = _link(f"{where}, stage {number}", table, place, result, shared)
+            link = _link(f"{where}, stage {number}", table, directory, result, shared)
             result[link.name] = link
-    return Chain(path, place, tuple(result.values()))
+    return Chain(path, directory, tuple(result.values()))
 
 
 def _link(

@@ -17,7 +17,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.files.assets import ROOT, asset_dir
 from wgpu_lora.files.atomic import file_digest, new_directory, write_bytes_atomic
 from wgpu_lora.files.json_files import read_json
-from wgpu_lora.files.locks import is_directory, sweep
+from wgpu_lora.files.locks import is_directory, remove_leftovers
 from wgpu_lora.files.typed_json import typed
 from wgpu_lora.names.text import join_words
 from wgpu_lora.train.chain.chain_file import Chain, ChainStage, stages_from
@@ -72,7 +72,7 @@ def run(chain: Chain, watch: ChainWatch, start: str | None = None) -> None:
     with locked(chain.output):
         state, digests = State.read(chain.output), Digests(chain.output / DIGESTS)
         names = (STATE, DIGESTS, *(link.name for link in chain.links))
-        sweep(chain.output, re.compile("|".join(map(re.escape, names))))
+        remove_leftovers(chain.output, re.compile("|".join(map(re.escape, names))))
         for number, link in enumerate(chain.links, 1):
             stage_result = state.stages.get(link.name)
             if start is not None and link.name not in forced:
@@ -140,8 +140,8 @@ def _run(link: ChainStage, state: State, digests: Digests, watch: Watch) -> None
         if stage.resumes:
             stage.run(link.output, watch, continues)
         else:
-            with new_directory(link.output) as place:
-                stage.run(place, watch, False)
+            with new_directory(link.output) as directory:
+                stage.run(directory, watch, False)
     finally:
         now.seconds += time.monotonic() - begin
         state.write()

@@ -35,7 +35,7 @@ _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re
 class Problem:
     """A row: what the model is asked, and what its answer must do.
 
-    name: its `task_id`, else its place in the file. prompt: messages or text; in HumanEval's form, code.
+    name: its `task_id`, else its position in the file. prompt: messages or text; in HumanEval's form, code.
     """
 
     name: str
@@ -147,19 +147,19 @@ def read_problems(source: Source) -> list[Problem]:
     """Read all rows.
 
     Raises:
-        UserError: rows have no check, or one that cannot be run (with their places); there is no row.
+        UserError: rows have no check, or one that cannot be run (with their positions); there is no row.
     """
     account, result = RowCounts(source), []
-    for place, row in source.rows(FORMATS):
+    for position, row in source.rows(FORMATS):
         try:
             if isinstance(row, Unusable):
                 raise UserError(row.reason)
             if not (row.get("check") or (row.get("test") and row.get("entry_point"))):
                 raise UserError(NO_CHECK)
             problem = FORMATS.read(row)
-            result.append(problem if problem.name else replace(problem, name=str(place)))
+            result.append(problem if problem.name else replace(problem, name=str(position)))
         except UserError as error:
-            account.add_bad(place, Unusable(str(error)))
+            account.add_bad(position, Unusable(str(error)))
     account.refuse_bad("fix them")
     if not result:
         raise UserError(f"{source.display_name} has no rows: give rows with checks.")

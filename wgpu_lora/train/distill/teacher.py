@@ -78,9 +78,9 @@ class Forward:
         self.program = Program(model.device, f"{name} {tokens}")
         rec = Recorder(self.program, compute_dtype=compute_dtype)
         hidden = model.decoder.hidden(rec, self.inputs, adapters.bind(self.inputs) if adapters else {})
-        self._sweep(rec, hidden, model, k)
+        self._record_top_k(rec, hidden, model, k)
 
-    def _sweep(self, rec: Recorder, hidden: Tensor, model: LoadedModel, k: int) -> None:
+    def _record_top_k(self, rec: Recorder, hidden: Tensor, model: LoadedModel, k: int) -> None:
         head, targets, rows = model.decoder.head, self.inputs.targets, self.inputs.tokens
         cols, count = head.in_features, targets.count
         rescale, rows_of = rec.temp((rows,), name="rescale"), rec.temp((rows, cols), name="picked")
@@ -150,18 +150,18 @@ class Teacher(ForwardPasses[Forward]):
         result: dict[int, TopKLogits] = {}
         for together, forward in self.batches([segment.tokens for segment in segments]):
             batch = [segments[i] for i in together]
-            support, places = self._run(forward, batch, [rows[i] for i in together])
-            for i, (start, stop) in zip(together, places, strict=True):
+            support, spans = self._run(forward, batch, [rows[i] for i in together])
+            for i, (start, stop) in zip(together, spans, strict=True):
                 result[i] = support.part(int(start), int(stop))
         return [result[i] for i in range(len(segments))]
 
     def _run(self, forward: Forward, segments: list[Segment], rows: list[int]) -> tuple[TopKLogits, np.ndarray]:
         """The supports of a batch, concatenated, and [start, stop) of each segment."""
-        places = forward.inputs.upload(self.device, [replace(segment, draws=None) for segment in segments])
-        n = int(places.max(initial=0))
+        spans = forward.inputs.upload(self.device, [replace(segment, draws=None) for segment in segments])
+        n = int(spans.max(initial=0))
         candidates = np.zeros((forward.inputs.tokens, self.selection.candidates), np.uint32)
         if forward.candidates:
-            for segment, row, (start, stop) in zip(segments, rows, places, strict=True):
+            for segment, row, (start, stop) in zip(segments, rows, spans, strict=True):
                 candidates[start:stop] = self._random_candidates(segment, row)
             write(self.device, forward.candidates, candidates)
         forward.program.run()
@@ -178,7 +178,7 @@ class Teacher(ForwardPasses[Forward]):
             best = np.hstack([best[0], random_support[0]]), np.hstack([best[1], random_support[1]])
         correction = tail_correction(self.vocab_size, self.selection.top_k, self.selection.random)
         support = TopKLogits(best[0], best[1], lse, self.selection.top_k, np.full(n, correction, np.float32))
-        return support, places
+        return support, spans
 
     def _random_candidates(self, segment: Segment, row: int) -> np.ndarray:
         assert segment.labels is not None
@@ -191,8 +191,8 @@ class Teacher(ForwardPasses[Forward]):
         """The first R drawn tokens that are not among the top K, whose ids ascend in each row, and their logits."""
         offsets = np.arange(len(top), dtype=np.int64)[:, None] * self.vocab_size
         top_keys, candidate_keys = (top + offsets).reshape(-1), (candidates + offsets).reshape(-1)
-        place = np.minimum(np.searchsorted(top_keys, candidate_keys), top_keys.size - 1)
-        among = (top_keys[place] == candidate_keys).reshape(candidates.shape)
+        nearest = np.minimum(np.searchsorted(top_keys, candidate_keys), top_keys.size - 1)
+        among = (top_keys[nearest] == candidate_keys).reshape(candidates.shape)
         order = np.argsort(among, axis=1, kind="stable")[:, : self.selection.random]
         return np.take_along_axis(candidates, order, 1), np.take_along_axis(logits, order, 1)
 

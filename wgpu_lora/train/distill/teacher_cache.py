@@ -295,9 +295,9 @@ class TeacherCache:
         header, table = self.header, self._table
         index = np.array([row.index for row in prepared.rows], np.int64)
         digests = np.array([row_digest(row) for row in prepared.rows], np.uint64)
-        places = np.minimum(np.searchsorted(table.index, index), header.rows - 1)
-        present = table.index[places] == index
-        mismatches = int(np.count_nonzero(present & (table.digests[places] != digests)))
+        nearest = np.minimum(np.searchsorted(table.index, index), header.rows - 1)
+        present = table.index[nearest] == index
+        mismatches = int(np.count_nonzero(present & (table.digests[nearest] != digests)))
         if mismatches:
             raise self._differing(prepared, mismatches)
         missing = len(index) - int(np.count_nonzero(present))

@@ -19,7 +19,7 @@ from wgpu_lora.data import Row, TokenizedData, pack
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.files.atomic import file_digest, write_bytes_atomic
-from wgpu_lora.files.locks import locked, sweep
+from wgpu_lora.files.locks import locked, remove_leftovers
 from wgpu_lora.files.paths import check_name
 from wgpu_lora.gpu.memory_leases import claim
 from wgpu_lora.gpu.program import Arena, allocate, missing_bytes, release
@@ -115,7 +115,7 @@ def _begin(output: Path, plan: CachePlan, model: LoadedModel, shards: Sequence[S
     header = replace(plan.header, teacher={**plan.header.teacher, "weights": model.weights_sha256}, shards=list(shards))
     if (output / CACHE).exists():
         _check_teacher(output, model, shards)
-    sweep(output, CACHE_FILES)
+    remove_leftovers(output, CACHE_FILES)
     write_bytes_atomic(output / TABLE, save(RowTable.of(plan.rows).arrays()))
     header.write(output)
     return header
@@ -328,13 +328,13 @@ def _option_text(name: str, value: Any) -> str:
 
 
 def _check_room(output: Path, plan: CachePlan, finished_bytes: int) -> None:
-    place = next(path for path in (output, *output.absolute().parents) if path.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        problem = "not writable" if place.is_dir() else "not a directory"
-        raise UserError(f"{place} is {problem}: choose another {flag('output')}.")
-    free, need = shutil.disk_usage(place).free, plan.bytes - finished_bytes
+    parent = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        problem = "not writable" if parent.is_dir() else "not a directory"
+        raise UserError(f"{parent} is {problem}: choose another {flag('output')}.")
+    free, need = shutil.disk_usage(parent).free, plan.bytes - finished_bytes
     if need > free:
         raise UserError(
-            f"The cache takes {need:,} bytes, but {place} has {free:,} free: make room, choose another "
+            f"The cache takes {need:,} bytes, but {parent} has {free:,} free: make room, choose another "
             f"{flag('output')}, or lower {flag('samples')}, {flag('length')}, {flag('top_k')} or {flag('random')}."
         )

@@ -89,9 +89,9 @@ def teacher_rows(support: TopKLogits, targets: np.ndarray, vocab_size: int, temp
     ids = np.full((n, top_k + 1), NO_ID, np.uint32)
     ids[:, :top_k] = support.ids[:, :top_k]
     hits = ids[:, :top_k] == np.asarray(targets).reshape(n, 1)
-    places = np.where(hits.any(1), hits.argmax(1), top_k).astype(np.uint32)
-    ids[:, top_k] = np.where(places == top_k, np.asarray(targets, np.uint32), np.uint32(NO_ID))
-    return TeacherRows(ids, logprobs.astype(np.float32), places)
+    columns = np.where(hits.any(1), hits.argmax(1), top_k).astype(np.uint32)
+    ids[:, top_k] = np.where(columns == top_k, np.asarray(targets, np.uint32), np.uint32(NO_ID))
+    return TeacherRows(ids, logprobs.astype(np.float32), columns)
 
 
 def target_ids(labels: np.ndarray | None) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, Kernel, Out, kernel
+from wgpu_lora.gpu.kernel import F32, U32, Flag, In, Kernel, Out, ReadOnly, kernel
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.train.objectives.objective import Scoring
 from wgpu_lora.train.objectives.preference import (
@@ -46,7 +46,8 @@ def cpo_slopes(difference: Any, loss_type: str, beta: float, smoothing: float, g
 
 @kernel("objectives/cpo.wgsl", **BY_PAIR)
 def cpo_scores(
-    sums: In, members: Fixed, group_weights: Fixed, shared_values: Fixed, slopes: Out, losses: Out, metrics: Out, *,
+    sums: In, members: ReadOnly, group_weights: ReadOnly, shared_values: ReadOnly, slopes: Out, losses: Out,
+    metrics: Out, *,
     size: U32, stride: U32, beta: F32, label_smoothing: F32, gamma: F32, alpha: F32, mean: Flag = False,
     hinge: Flag = False, ipo: Flag = False, simpo: Flag = False,
 ) -> Any:  # fmt: skip

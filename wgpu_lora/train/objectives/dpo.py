@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, Kernel, Out, kernel
+from wgpu_lora.gpu.kernel import F32, U32, In, Kernel, Out, ReadOnly, kernel
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.train.objectives.objective import Scoring
@@ -74,7 +74,8 @@ def dpo_slopes(c: Any, r: Any, lengths: Any, weights: dict[str, float], beta: fl
 
 @kernel("objectives/dpo.wgsl", **BY_PAIR)
 def dpo_scores(
-    sums: In, members: Fixed, reference: Fixed, group_weights: Fixed, shared_values: Fixed, slopes: Out, losses: Out,
+    sums: In, members: ReadOnly, reference: ReadOnly, group_weights: ReadOnly, shared_values: ReadOnly, slopes: Out,
+    losses: Out,
     metrics: Out, *, size: U32, stride: U32, beta: F32, label_smoothing: F32, sigmoid: F32 = 0.0, hinge: F32 = 0.0,
     ipo: F32 = 0.0, exo_pair: F32 = 0.0, nca_pair: F32 = 0.0, robust: F32 = 0.0, sppo_hard: F32 = 0.0,
     apo_zero: F32 = 0.0, apo_down: F32 = 0.0, sft: F32 = 0.0,

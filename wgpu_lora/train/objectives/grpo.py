@@ -11,11 +11,11 @@ import numpy as np
 from wgpu_lora.data.example_formats import PROMPTS
 from wgpu_lora.data.tokenized_data import KEEP_END, Cut
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, by_subgroup, kernel, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, Flag, In, InOut, Out, ReadOnly, by_subgroup, kernel, row_grid
 from wgpu_lora.gpu.tensor import align
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.ops.elementwise import fill
-from wgpu_lora.ops.loss.loss import Sweep
+from wgpu_lora.ops.loss.loss import VocabularyLogprobs
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.objectives.objective import Group, Objective, Score, Scoring
 from wgpu_lora.train.objectives.preference import one_loss, sigmoid, unused_by
@@ -54,7 +54,8 @@ def policy_losses(c: Any, a: float, logp: Any, kind: str, epsilons: tuple[float,
 
 @kernel("objectives/grpo.wgsl.j2", grid=row_grid(lambda c: c.stride), lib=("logistic",), variants=by_subgroup)
 def grpo_scores(
-    state: In, inputs: Fixed, members: Fixed, group_weights: Fixed, advantages: Fixed, weights: InOut, values: Out, *,
+    state: In, inputs: ReadOnly, members: ReadOnly, group_weights: ReadOnly, advantages: ReadOnly, weights: InOut,
+    values: Out, *,
     size: U32, stride: U32, rate: F32, sequence: Flag = False, summed: Flag = False, cispo: Flag = False,
     sapo: Flag = False, epsilon: F32 = 0.2, epsilon_high: F32 = 0.2, delta: F32 = UNCLIPPED, beta: F32 = 0.0,
     positive: F32 = 1.0, negative: F32 = 1.05,
@@ -282,7 +283,7 @@ class GRPO(Objective):
         mean = totals[f"{GAP}/mean"] / max(1.0, tokens - totals.get("skipped_tokens", 0))
         return result | {f"{GAP}/mean": mean, f"{GAP}/max": totals[f"{GAP}/max"]}
 
-    def score_sweep(self, rec: Recorder, swept: Sweep, scoring: Scoring) -> Score:
+    def score_vocabulary(self, rec: Recorder, vocabulary: VocabularyLogprobs, scoring: Scoring) -> Score:
         groups = scoring.groups
         assert groups is not None
         assert scoring.inputs is not None
@@ -291,8 +292,8 @@ class GRPO(Objective):
         weights, values = rec.temp(scoring.weights.shape, name="weights"), rec.temp((9, stride), name="grpo")
         rec.dispatch(fill, weights, size=weights.size)
         rec.dispatch(
-            grpo_scores, swept.states[self.temperature], scoring.inputs, groups.members, groups.weights, groups.values,
-            weights, values, size=size, stride=stride, rate=1 / self.temperature, **self.constants(),
+            grpo_scores, vocabulary.states[self.temperature], scoring.inputs, groups.members, groups.weights,
+            groups.values, weights, values, size=size, stride=stride, rate=1 / self.temperature, **self.constants(),
         )  # fmt: skip
         losses, *metrics = (values.rows(i, i + 1).reshape(stride) for i in range(9))
         return Score(weights, losses, dict(zip(METRICS, metrics, strict=True)))

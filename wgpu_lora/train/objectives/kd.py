@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, Out, by_subgroup, kernel, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, Flag, In, Out, ReadOnly, by_subgroup, kernel, row_grid
 from wgpu_lora.gpu.tensor import Tensor, align
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.ops.loss.loss import Sweep
+from wgpu_lora.ops.loss.loss import VocabularyLogprobs
 from wgpu_lora.ops.loss.sparse_logits import LOWEST
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.distill.teacher_cache import read_header
@@ -40,7 +40,7 @@ def divergence(lq: np.ndarray, lp: np.ndarray, forward: bool, reverse: bool, bet
 
 @kernel("objectives/kd.wgsl.j2", grid=row_grid(lambda c: c.rows), lib=("logistic",), variants=by_subgroup)
 def kd_scores(
-    picked: In, teacher: Fixed, places: Fixed, token_weights: Fixed, state: In, slopes: Out, values: Out,
+    picked: In, teacher: ReadOnly, places: ReadOnly, token_weights: ReadOnly, state: In, slopes: Out, values: Out,
     plain: In = None, *, rows: U32, kept: U32, stride: U32, rate: F32, kd: F32, top1: F32, full: F32,
     forward: Flag = False, reverse: Flag = False, beta: F32 = 0.5,
 ) -> Any:  # fmt: skip
@@ -147,7 +147,7 @@ class KD(Objective):
         unknown = METRICS[1:3] if 1.0 not in self.temperatures else ()
         return {name: value / units for name, value in totals.items() if name not in unknown}
 
-    def score_sweep(self, rec: Recorder, swept: Sweep, scoring: Scoring) -> Score:
+    def score_vocabulary(self, rec: Recorder, vocabulary: VocabularyLogprobs, scoring: Scoring) -> Score:
         teacher = scoring.teacher
         assert teacher is not None
         rows, support = scoring.weights.size, self.support
@@ -156,14 +156,14 @@ class KD(Objective):
         has_plain = len(self.temperatures) == 2
         rec.dispatch(
             kd_scores,
-            swept.support_logits[teacher.ids],
+            vocabulary.support_logits[teacher.ids],
             teacher.logprobs,
-            teacher.places,
+            teacher.target_columns,
             scoring.weights,
-            swept.states[self.temperature],
+            vocabulary.states[self.temperature],
             slopes,
             values,
-            swept.states[1.0] if has_plain else None,
+            vocabulary.states[1.0] if has_plain else None,
             rows=rows,
             kept=support,
             stride=stride,

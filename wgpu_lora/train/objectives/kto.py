@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from wgpu_lora.data.preference_formats import LABELLED
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, Kernel, Out, kernel
+from wgpu_lora.gpu.kernel import F32, U32, In, Kernel, Out, ReadOnly, kernel
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.train.objectives.objective import Scoring
 from wgpu_lora.train.objectives.preference import BY_GROUP, Referenced, one_loss, sigmoid
@@ -26,7 +26,8 @@ def kto_losses(x: Any, kl: Any, desirable: Any, beta: float, weights: tuple[floa
 
 @kernel("objectives/kto.wgsl", **BY_GROUP)
 def kto_scores(
-    sums: In, reference: Fixed, group_weights: Fixed, values: Fixed, shared_values: Fixed, slopes: Out, losses: Out,
+    sums: In, reference: ReadOnly, group_weights: ReadOnly, values: ReadOnly, shared_values: ReadOnly, slopes: Out,
+    losses: Out,
     metrics: Out, *, size: U32, stride: U32, beta: F32, desirable: F32, undesirable: F32,
 ) -> Any:  # fmt: skip
     """losses = `kto_losses` of the log-ratio to the reference, given the KL term in shared_values."""

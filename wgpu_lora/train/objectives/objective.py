@@ -16,7 +16,7 @@ from wgpu_lora.formats.tokenizer.examples import Sample
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import NUMPY, Tensor, persistent
 from wgpu_lora.models.batch_inputs import Segment, extend_range
-from wgpu_lora.ops.loss.loss import Sweep
+from wgpu_lora.ops.loss.loss import VocabularyLogprobs
 from wgpu_lora.ops.loss.sparse_logits import NO_ID
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.distill.teacher_logits import TeacherRows
@@ -82,19 +82,19 @@ class GroupTensors:
 
 @dataclass(frozen=True)
 class TeacherTensors:
-    """`TeacherRows` of a batch's targets: ids u32 [R, K + 1], logprobs f32 [R, K + 1], places u32 [R]. Targets of other
-    objectives have no ids."""
+    """`TeacherRows` of a batch's targets: ids u32 [R, K + 1], logprobs f32 [R, K + 1], target_columns u32 [R].
+    Targets of other objectives have no ids."""
 
     ids: Tensor
     logprobs: Tensor
-    places: Tensor
+    target_columns: Tensor
 
     def fill(self, values: Mapping[Tensor, np.ndarray], start: int, stop: int, rows: TeacherRows) -> None:
         """Set the targets [start, stop)."""
         assert len(rows.target_columns) == stop - start, "the teacher has other targets"
         values[self.ids][start:stop] = rows.ids
         values[self.logprobs][start:stop] = rows.logprobs
-        values[self.places][start:stop] = rows.target_columns
+        values[self.target_columns][start:stop] = rows.target_columns
 
 
 @dataclass(frozen=True)
@@ -147,42 +147,42 @@ class Scoring:
 
     def tensors(self) -> list[Tensor]:
         group_tensors = vars(self.groups).values() if self.groups else []
-        taught = vars(self.teacher).values() if self.teacher else []
+        teacher = vars(self.teacher).values() if self.teacher else []
         own = self.weights, self.ranges, self.values, self.inputs
-        return [tensor for tensor in (*own, *group_tensors, *taught) if tensor is not None]
+        return [tensor for tensor in (*own, *group_tensors, *teacher) if tensor is not None]
 
-    def upload(self, device: Device, groups: Sequence[Group], places: Sequence[np.ndarray]) -> None:
-        """Fill the tensors. places: [start, stop) among R for each segment of each group."""
+    def upload(self, device: Device, groups: Sequence[Group], spans: Sequence[np.ndarray]) -> None:
+        """Fill the tensors. spans: [start, stop) among R for each segment of each group."""
         values = {tensor: np.zeros(tensor.shape, NUMPY[tensor.dtype]) for tensor in self.tensors()}
         if self.teacher:
             values[self.teacher.ids].fill(NO_ID)
         order = sorted(range(len(groups)), key=lambda i: groups[i].slot)
         for at, number in enumerate(order):
-            group, place = groups[number], places[number]
-            for segment, (start, stop) in zip(group.segments, place, strict=True):
+            group, group_spans = groups[number], spans[number]
+            for segment, (start, stop) in zip(group.segments, group_spans, strict=True):
                 if segment.slot is not None:
                     values[self.weights][start:stop] = group.weight
                     if self.values:
                         values[self.values][start:stop] = group.label
                     extend_range(values[self.ranges][group.slot], start, stop)
             if self.groups:
-                self._upload_group(values, at, group, place)
+                self._upload_group(values, at, group, group_spans)
             if self.teacher:
                 assert group.teacher is not None, "what the teacher says is not known"
-                start, stop = place[0]
+                start, stop = group_spans[0]
                 self.teacher.fill(values, start, stop, group.teacher)
             if self.inputs:
                 assert group.inputs is not None, "the inputs of the group's tokens are not known"
-                start, stop = place[0]
+                start, stop = group_spans[0]
                 values[self.inputs][start:stop] = group.inputs
         for tensor, array in values.items():
             device.write(tensor.storage.buffer, array)
 
-    def _upload_group(self, values: dict[Tensor, np.ndarray], at: int, group: Group, place: np.ndarray) -> None:
+    def _upload_group(self, values: dict[Tensor, np.ndarray], at: int, group: Group, group_spans: np.ndarray) -> None:
         assert self.groups is not None
         tensors = self.groups
-        values[tensors.members][at] = place
-        values[tensors.starts][at] = place[:, 0]
+        values[tensors.members][at] = group_spans
+        values[tensors.starts][at] = group_spans[:, 0]
         if group.prompt_targets:
             values[tensors.members][at][:, 0] += np.array(group.prompt_targets, np.uint32)
         values[tensors.weights][at], values[tensors.values][at] = group.weight, group.label
@@ -201,7 +201,7 @@ class Score:
     the loss's derivative by it; 0 for tokens of other objectives. losses f32, by token [R] or by group [G] (the
     objective's unit): their sum over a step, divided by the number of units, is the step's loss; likewise `metrics`, by
     name, or their largest value. tail_logprobs, token_logprobs: the derivatives of a loss that depends on a teacher's
-    support (see `ops.loss.loss.SweepGradient`), instead of weights.
+    support (see `ops.loss.loss.VocabularyGradient`), instead of weights.
     """
 
     weights: Tensor | None
@@ -226,7 +226,7 @@ class Objective:
     whether it needs those of prompts with other samples' answers (`Objective.estimate`). has_labels: whether it reads
     the value of each token's row (`Sample.value`). needs_teacher: whether it needs a teacher. samples: whether rows
     are prompts, whose completions it samples itself. needs_entropy: whether it
-    reads what entropies need of the sweep (`Sweep.states`). token_inputs: numbers that it reads of each token
+    reads what entropies need of it (`VocabularyLogprobs.states`). token_inputs: numbers that it reads of each token
     (`Group.inputs`). metrics: values logged beside the loss; maxima: those that are largest values and no sums;
     progress_metrics: those that are shown with each step, by default all.
     learning_rate: the peak by default, of a model of WIDTH.
@@ -316,6 +316,6 @@ class Objective:
         """Record the computation of weights and losses from log-probabilities f32 [R]."""
         raise NotImplementedError
 
-    def score_sweep(self, rec: Recorder, swept: Sweep, scoring: Scoring) -> Score:
-        """The same from all that the sweep gives, for objectives with a `support`."""
-        return self.score(rec, swept.logprobs, scoring)
+    def score_vocabulary(self, rec: Recorder, vocabulary: VocabularyLogprobs, scoring: Scoring) -> Score:
+        """The same from all that the pass gives, for objectives with a `support`."""
+        return self.score(rec, vocabulary.logprobs, scoring)

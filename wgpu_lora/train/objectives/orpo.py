@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, Kernel, Out, kernel
+from wgpu_lora.gpu.kernel import F32, U32, In, Kernel, Out, ReadOnly, kernel
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.train.objectives.objective import Scoring
 from wgpu_lora.train.objectives.preference import BY_PAIR, PAIR_METRICS, Pairs, log_sigmoid, sigmoid
@@ -23,7 +23,8 @@ def log_odds(logps: Any) -> Any:
 
 @kernel("objectives/orpo.wgsl", **BY_PAIR)
 def orpo_scores(
-    sums: In, members: Fixed, group_weights: Fixed, shared_values: Fixed, slopes: Out, losses: Out, metrics: Out, *,
+    sums: In, members: ReadOnly, group_weights: ReadOnly, shared_values: ReadOnly, slopes: Out, losses: Out,
+    metrics: Out, *,
     size: U32, stride: U32, beta: F32,
 ) -> Any:  # fmt: skip
     """losses = nll - beta log sigmoid(z), with z the log odds ratio and nll the chosen row's share of the mean."""

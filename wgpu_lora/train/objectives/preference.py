@@ -12,7 +12,7 @@ from wgpu_lora.data import Row
 from wgpu_lora.data.preference_formats import PAIRS
 from wgpu_lora.data.tokenized_data import Cut
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Kernel, Out, by_subgroup, kernel, linear_grid, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, In, InOut, Kernel, Out, ReadOnly, by_subgroup, kernel, linear_grid, row_grid
 from wgpu_lora.gpu.tensor import Tensor, align
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.ops.elementwise import fill
@@ -137,7 +137,7 @@ def factors(members: np.ndarray, ld_alpha: float) -> list[np.ndarray]:
 
 @kernel("objectives/member_sums.wgsl.j2", **ROWS)
 def member_sums(
-    logprobs: In, members: Fixed, starts: Fixed, sums: Out, *, size: U32, count: U32, ld_alpha: F32 = 1.0
+    logprobs: In, members: ReadOnly, starts: ReadOnly, sums: Out, *, size: U32, count: U32, ld_alpha: F32 = 1.0
 ) -> Any:
     """sums = (sum of factor logprobs over the answer, sum of logprobs over all targets) of each segment."""
     spans, result = members.reshape(size, count, 2).astype(int), np.zeros((size, count, 2))
@@ -150,7 +150,7 @@ def member_sums(
 
 @kernel("objectives/member_weights.wgsl.j2", **ROWS)
 def member_weights(
-    slopes: In, members: Fixed, starts: Fixed, weights: InOut, *, size: U32, count: U32, ld_alpha: F32 = 1.0
+    slopes: In, members: ReadOnly, starts: ReadOnly, weights: InOut, *, size: U32, count: U32, ld_alpha: F32 = 1.0
 ) -> Any:
     """weights = -(factor slopes.x + slopes.y) in each segment, the first term for its answer only."""
     spans, weights = members.reshape(size, count, 2).astype(int), weights.copy()

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, by_subgroup, kernel, linear_grid, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, In, InOut, Out, ReadOnly, Word, by_subgroup, kernel, linear_grid, row_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.gradient_norm import MAX_PARAMETER
@@ -88,8 +88,8 @@ def adamw_check(
     grads: In,
     first_moment: In,
     second_moment: In,
-    block_owners: Fixed,
-    hyper: Fixed,
+    block_owners: ReadOnly,
+    hyper: ReadOnly,
     report: In,
     diverged: Out,
     *,
@@ -112,8 +112,8 @@ def adamw(
     grads: InOut,
     first_moment: InOut,
     second_moment: InOut,
-    block_owners: Fixed,
-    hyper: Fixed,
+    block_owners: ReadOnly,
+    hyper: ReadOnly,
     report: In,
     *,
     size: U32,

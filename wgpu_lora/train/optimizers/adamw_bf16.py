@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, by_subgroup, kernel, linear_grid, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, In, InOut, Out, ReadOnly, Word, by_subgroup, kernel, linear_grid, row_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.gradient_norm import MAX_PARAMETER
@@ -63,8 +63,8 @@ def adamw_bf16_check(
     grads: In,
     first_moment: In,
     second_moment: In,
-    block_owners: Fixed,
-    hyper: Fixed,
+    block_owners: ReadOnly,
+    hyper: ReadOnly,
     report: In,
     diverged: Out,
     *,
@@ -87,8 +87,8 @@ def adamw_bf16(
     grads: InOut,
     first_moment: InOut,
     second_moment: InOut,
-    block_owners: Fixed,
-    hyper: Fixed,
+    block_owners: ReadOnly,
+    hyper: ReadOnly,
     report: In,
     *,
     size: U32,

@@ -21,7 +21,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.reference_values import Part, evenly_spaced, select_rows
 from wgpu_lora.gpu.tensor import Tensor, persistent
 from wgpu_lora.gpu.tiling import Arrays, Constants
-from wgpu_lora.models.parameters import ParameterSet, Place
+from wgpu_lora.models.parameters import PageRegion, ParameterSet
 from wgpu_lora.ops.gradient_norm import BLOCK, NO_OWNER
 from wgpu_lora.train.optimizers.update_rule import (
     ANOTHER,
@@ -139,7 +139,7 @@ class Record:
     """The records of an array's blocks, which follow each other: the first byte of codes, and the first value."""
 
     name: str
-    place: Place
+    region: PageRegion
     code: int
     value: int
     wide: bool
@@ -157,10 +157,10 @@ class EightBit:
         self.trained, self.states = trained, states
         kinds = [np.full(owners.size, UNKEPT) for owners in trained.block_owners]
         for slot in range(trained.slots):
-            for place in trained.places(slot).values():
-                first = place.first // BLOCK
-                small = math.prod(place.stored_shape) < LEAST_VALUES
-                kinds[place.page][first : first + place.blocks] = WIDE if small else NARROW
+            for region in trained.regions(slot).values():
+                first = region.first // BLOCK
+                small = math.prod(region.stored_shape) < LEAST_VALUES
+                kinds[region.page][first : first + region.blocks] = WIDE if small else NARROW
         self._places: list[np.ndarray] = []
         self.pages: list[tuple[Tensor, ...]] = []
         for i, (owners, kind) in enumerate(zip(trained.block_owners, kinds, strict=True)):
@@ -177,9 +177,9 @@ class EightBit:
             )
 
     def _records(self, slot: int) -> Iterator[Record]:
-        for name, place in self.trained.places(slot).items():
-            _, word, value, kind = self._places[place.page][place.first // BLOCK].tolist()
-            yield Record(name, place, 4 * word, value, kind == WIDE)
+        for name, region in self.trained.regions(slot).items():
+            _, word, value, kind = self._places[region.page][region.first // BLOCK].tolist()
+            yield Record(name, region, 4 * word, value, kind == WIDE)
 
     def initialise(self, device: Device) -> None:
         for places, (*_, tensor) in zip(self._places, self.pages, strict=True):
@@ -190,16 +190,16 @@ class EightBit:
         values = [device.read(page[1].storage.buffer).view(np.float32) for page in self.pages]
         result: Arrays = {}
         for record in self._records(slot):
-            place, count = record.place, len(self.states)
-            size = place.blocks * record_values(count, record.wide)
-            numbers = values[place.page][record.value : record.value + size].reshape(place.blocks, count, -1)
+            region, count = record.region, len(self.states)
+            size = region.blocks * record_values(count, record.wide)
+            numbers = values[region.page][record.value : record.value + size].reshape(region.blocks, count, -1)
             whole: np.ndarray = numbers
             if not record.wide:
-                whole = codes[place.page][record.code : record.code + place.blocks * count * BLOCK]
-                whole = whole.reshape(place.blocks, count, BLOCK)
+                whole = codes[region.page][record.code : record.code + region.blocks * count * BLOCK]
+                whole = whole.reshape(region.blocks, count, BLOCK)
             for at, state in enumerate(self.states):
                 name = f"{record.name}.{state.name}"
-                result[name] = replace(place, first=0).cropped(whole[:, at].reshape(-1))
+                result[name] = replace(region, first=0).cropped(whole[:, at].reshape(-1))
                 if not record.wide:
                     result[name + ABSMAX] = numbers[:, at].reshape(-1).copy()
         return result
@@ -208,10 +208,10 @@ class EightBit:
         expected: dict[str, tuple[type, tuple[int, ...], float | None]] = {}
         for record in self._records(slot):
             for state in self.states:
-                name, shape = f"{record.name}.{state.name}", record.place.stored_shape
+                name, shape = f"{record.name}.{state.name}", record.region.stored_shape
                 expected[name] = (np.float32, shape, state.minimum) if record.wide else (np.uint8, shape, None)
                 if not record.wide:
-                    expected[name + ABSMAX] = np.float32, (QUARTERS * record.place.blocks,), 0.0
+                    expected[name + ABSMAX] = np.float32, (QUARTERS * record.region.blocks,), 0.0
         if set(arrays) != set(expected):
             return ANOTHER
         for name, (dtype, sizes, minimum) in expected.items():
@@ -221,20 +221,20 @@ class EightBit:
 
     def write(self, device: Device, slot: int, arrays: Mapping[str, np.ndarray]) -> None:
         for record in self._records(slot):
-            place, count = record.place, len(self.states)
-            codes = np.zeros((place.blocks, count, BLOCK), np.uint8)
-            values = np.zeros((place.blocks, count, record_values(1, record.wide)), np.float32)
+            region, count = record.region, len(self.states)
+            codes = np.zeros((region.blocks, count, BLOCK), np.uint8)
+            values = np.zeros((region.blocks, count, record_values(1, record.wide)), np.float32)
             for at, state in enumerate(self.states):
                 name = f"{record.name}.{state.name}"
                 if name not in arrays:
                     continue
                 zero = 0 if record.wide else zero_code(SIGNED[at])
-                whole = laid_out(place, arrays[name], zero).reshape(-1)
-                padding = np.full(place.blocks * BLOCK - whole.size, zero, whole.dtype)
+                whole = laid_out(region, arrays[name], zero).reshape(-1)
+                padding = np.full(region.blocks * BLOCK - whole.size, zero, whole.dtype)
                 (values if record.wide else codes)[:, at] = np.concatenate([whole, padding]).reshape(-1, BLOCK)
                 if not record.wide:
                     values[:, at] = arrays[name + ABSMAX].reshape(-1, QUARTERS)
-            code_page, value_page, _ = self.pages[place.page]
+            code_page, value_page, _ = self.pages[region.page]
             device.write(value_page.storage.buffer, values, 4 * record.value)
             if not record.wide:
                 device.write(code_page.storage.buffer, codes, record.code)

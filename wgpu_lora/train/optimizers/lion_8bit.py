@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, by_subgroup, kernel, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, In, InOut, Out, ReadOnly, Word, by_subgroup, kernel, row_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.gradient_norm import MAX_PARAMETER
@@ -41,8 +41,8 @@ def lion_8bit_check(
     grads: In,
     codes: In,
     values: In,
-    places: Fixed,
-    hyper: Fixed,
+    places: ReadOnly,
+    hyper: ReadOnly,
     report: In,
     diverged: Out,
     *,
@@ -68,8 +68,8 @@ def lion_8bit(
     grads: InOut,
     codes: InOut,
     values: InOut,
-    places: Fixed,
-    hyper: Fixed,
+    places: ReadOnly,
+    hyper: ReadOnly,
     report: In,
     *,
     blocks: U32,

@@ -10,7 +10,7 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, by_subgroup, kernel, linear_grid, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, Flag, In, InOut, Out, ReadOnly, by_subgroup, kernel, linear_grid, row_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.reference_values import select_blocks
 from wgpu_lora.gpu.struct import struct_columns
@@ -56,7 +56,7 @@ def moments(grads: Any, momentum: Any, block_owners: Any, hyper: Any, report: An
     part=PART,
 )
 def muon_direction(
-    grads: In, momentum: In, block_owners: Fixed, hyper: Fixed, report: In, direction: Out, *, size: U32
+    grads: In, momentum: In, block_owners: ReadOnly, hyper: ReadOnly, report: In, direction: Out, *, size: U32
 ) -> Any:
     """direction = g + momentum (m' - g) with Nesterov's momentum, or m'; 0 for slots that take no step."""
     _, go, _, direction = moments(grads, momentum, block_owners, hyper, report)
@@ -70,7 +70,9 @@ def muon_direction(
     structs=(Hyper,),
     part=PART,
 )
-def muon_momentum(grads: InOut, momentum: InOut, block_owners: Fixed, hyper: Fixed, report: In, *, size: U32) -> Any:
+def muon_momentum(
+    grads: InOut, momentum: InOut, block_owners: ReadOnly, hyper: ReadOnly, report: In, *, size: U32
+) -> Any:
     """m' = m + (1 - momentum) (g - m); zeroes gradients and skips gated slots."""
     has_owner, go, m, _ = moments(grads, momentum, block_owners, hyper, report)
     return np.where(has_owner, 0.0, grads), np.where(go, m, momentum)
@@ -91,7 +93,7 @@ def vectors(values: Any, home: Any, rank: int) -> np.ndarray:
     structs=(Hyper,),
     variants=by_subgroup,
 )
-def muon_gram(direction: In, homes: Fixed, firsts: Fixed, gram: Out, *, matrices: U32, rank: U32) -> Any:
+def muon_gram(direction: In, homes: ReadOnly, firsts: ReadOnly, gram: Out, *, matrices: U32, rank: U32) -> Any:
     """gram[n] = X X^T of matrix n, [rank, rank]."""
     all_homes, result = homes.reshape(-1, HOME_WORDS).astype(np.int64), np.zeros((matrices, rank, rank))
     for n, first in enumerate(firsts[:matrices]):
@@ -118,19 +120,19 @@ def muon_product(x: In, z: In, y: Out, *, matrices: U32, rank: U32, a: F32 = 0.0
 def muon_step(
     params: Any, direction: Any, q: Any, norms: Any, homes: Any, hyper: Any, rank: int
 ) -> Iterator[tuple[int, slice, np.ndarray]]:
-    """(slot, place in the page, new parameters) of each matrix."""
+    """(slot, region of the page, new parameters) of each matrix."""
     h, q = struct_columns(Hyper, hyper), q.reshape(-1, rank, rank)
     for home in np.unique(homes.reshape(-1, HOME_WORDS).astype(np.int64), axis=0):
         owner, number, first, _, _, length, slot_rank, _ = home
         if owner == NO_OWNER:
             continue
-        is_a, place = owner % 2 == 0, slice(first, first + rank * length)
+        is_a, region = owner % 2 == 0, slice(first, first + rank * length)
         o = q[number] @ vectors(direction, home, rank) / norms[number]
         rows, cols = (slot_rank, length) if is_a else (length, slot_rank)
         scale = np.sqrt(max(1, rows / cols)) if h.original[owner] else 0.2 * np.sqrt(max(rows, cols))
         rate = h.learning_rate[owner]
         moved = (o if is_a else o.T).reshape(-1)
-        yield owner // 2, place, params[place] * (1 - rate * h.weight_decay[owner]) - rate * scale * moved
+        yield owner // 2, region, params[region] * (1 - rate * h.weight_decay[owner]) - rate * scale * moved
 
 
 @kernel(
@@ -144,8 +146,8 @@ def muon(
     direction: In,
     q: In,
     norms: In,
-    homes: Fixed,
-    hyper: Fixed,
+    homes: ReadOnly,
+    hyper: ReadOnly,
     report: In,
     *,
     blocks: U32,
@@ -154,8 +156,8 @@ def muon(
 ) -> Any:
     """p = p (1 - lr wd) - lr scale (q x) / norm, by matrix; skips gated slots."""
     result, fine = params.copy(), report.reshape(-1, 4)[:, 2] != 0
-    for slot, place, new in muon_step(params, direction, q, norms, homes, hyper, rank):
-        result[place] = new if fine[slot] else params[place]
+    for slot, region, new in muon_step(params, direction, q, norms, homes, hyper, rank):
+        result[region] = new if fine[slot] else params[region]
     return result
 
 
@@ -171,8 +173,8 @@ def muon_check(
     direction: In,
     q: In,
     norms: In,
-    homes: Fixed,
-    hyper: Fixed,
+    homes: ReadOnly,
+    hyper: ReadOnly,
     report: In,
     diverged: Out,
     *,
@@ -183,9 +185,9 @@ def muon_check(
 ) -> Any:
     """diverged[b] = 1 if `muon` would make a parameter of block b larger than limit, or a value non-finite."""
     bad, fine = np.zeros(params.size, bool), report.reshape(-1, 4)[:, 2] != 0
-    for slot, place, new in muon_step(params, direction, q, norms, homes, hyper, rank):
+    for slot, region, new in muon_step(params, direction, q, norms, homes, hyper, rank):
         with np.errstate(invalid="ignore"):
-            bad[place] = (~(np.abs(new) <= limit) | ~np.isfinite(direction[place])) & fine[slot]
+            bad[region] = (~(np.abs(new) <= limit) | ~np.isfinite(direction[region])) & fine[slot]
     return bad.reshape(blocks, BLOCK).any(axis=1).astype(np.float64)
 
 
@@ -204,17 +206,17 @@ class MatrixState(PlainState):
         homes = [np.full((owners.size, HOME_WORDS), NO_OWNER, np.uint32) for owners in trained.block_owners]
         firsts: list[list[int]] = [[] for _ in homes]
         for slot in range(trained.slots):
-            for name, place in trained.places(slot).items():
+            for name, region in trained.regions(slot).items():
                 part = name.rpartition(".")[2]
                 if part not in ("A", "B"):
                     muon = setting("optim", "muon")
                     raise UserError(f"{muon} trains the A and B of LoRA only, not {name}: choose another optimizer.")
-                is_a, (rows, cols) = part == "A", place.shape
+                is_a, (rows, cols) = part == "A", region.shape
                 self.rank, length = (rows, cols) if is_a else (cols, rows)
                 strides = (length, 1) if is_a else (1, self.rank)
-                slot_rank, first, numbers = place.stored_shape[not is_a], place.first // BLOCK, firsts[place.page]
-                row = 2 * slot + (not is_a), len(numbers), place.first, *strides, length, slot_rank, 0
-                homes[place.page][first : first + place.blocks] = row
+                slot_rank, first, numbers = region.stored_shape[not is_a], region.first // BLOCK, firsts[region.page]
+                row = 2 * slot + (not is_a), len(numbers), region.first, *strides, length, slot_rank, 0
+                homes[region.page][first : first + region.blocks] = row
                 numbers.append(first)
         self._tables = [(table, np.array(numbers, np.uint32)) for table, numbers in zip(homes, firsts, strict=True)]
         self._tensors: list[tuple[Tensor, ...]] = [

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, by_subgroup, kernel, linear_grid, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, In, InOut, Out, ReadOnly, Word, by_subgroup, kernel, linear_grid, row_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.names.spelling import flag
@@ -77,8 +77,8 @@ PART = slot_slice("momentum")
 def sgd_check(
     params: In,
     grads: In,
-    block_owners: Fixed,
-    hyper: Fixed,
+    block_owners: ReadOnly,
+    hyper: ReadOnly,
     report: In,
     diverged: Out,
     momentum: In = None,
@@ -100,8 +100,8 @@ def sgd_check(
 def sgd(
     params: InOut,
     grads: InOut,
-    block_owners: Fixed,
-    hyper: Fixed,
+    block_owners: ReadOnly,
+    hyper: ReadOnly,
     report: In,
     momentum: InOut = None,
     *,

@@ -15,7 +15,7 @@ from wgpu_lora.gpu.reference_values import as_float64, select_blocks
 from wgpu_lora.gpu.struct import struct_columns, struct_fields
 from wgpu_lora.gpu.tensor import ITEM_BYTES, NUMPY, Tensor, persistent
 from wgpu_lora.gpu.tiling import Arrays
-from wgpu_lora.models.parameters import ParameterSet, Place
+from wgpu_lora.models.parameters import PageRegion, ParameterSet
 from wgpu_lora.ops.gradient_norm import BLOCK, MAX_PARAMETER, NO_OWNER
 
 EIGHT_BIT = "8bit"  # codes of the dynamic map, with a scale per QUANT_BLOCK values (eight_bit.py)
@@ -209,9 +209,9 @@ def wrong_values(
     return None
 
 
-def laid_out(place: Place, values: np.ndarray, fill: int = 0) -> np.ndarray:
+def laid_out(region: PageRegion, values: np.ndarray, fill: int = 0) -> np.ndarray:
     """An array in its padded shape."""
-    result, matrix = np.full(place.shape, fill, values.dtype), np.atleast_2d(values)
+    result, matrix = np.full(region.shape, fill, values.dtype), np.atleast_2d(values)
     result[: matrix.shape[0], : matrix.shape[1]] = matrix
     return result
 
@@ -233,28 +233,28 @@ class PlainState:
     def initialise(self, device: Device) -> None:
         pass
 
-    def _places(self, state: State, slot: int) -> dict[str, Place]:
-        """The places of a slot's arrays, by the names of their state."""
-        return {f"{name}.{state.name}": place for name, place in self.trained.places(slot).items()}
+    def _regions(self, state: State, slot: int) -> dict[str, PageRegion]:
+        """The regions of a slot's arrays, by the names of their state."""
+        return {f"{name}.{state.name}": region for name, region in self.trained.regions(slot).items()}
 
     def read(self, device: Device, slot: int) -> Arrays:
         result: Arrays = {}
         for at, state in enumerate(self.states):
             host = [device.read(page[at].storage.buffer).view(NUMPY[state.dtype]) for page in self.pages]
-            for name, place in self._places(state, slot).items():
+            for name, region in self._regions(state, slot).items():
                 if state.by_parameter:
-                    result[name] = place.cropped(host[place.page])
+                    result[name] = region.cropped(host[region.page])
                     continue
-                first = place.first // BLOCK * state.values
-                values = host[place.page][first : first + place.blocks * state.values]
-                result[name] = values.reshape(place.blocks, state.values).copy()
+                first = region.first // BLOCK * state.values
+                values = host[region.page][first : first + region.blocks * state.values]
+                result[name] = values.reshape(region.blocks, state.values).copy()
         return result
 
     def fault(self, slot: int, arrays: Mapping[str, np.ndarray]) -> str | None:
         expected = {
-            name: (state, place.stored_shape if state.by_parameter else (place.blocks, state.values))
+            name: (state, region.stored_shape if state.by_parameter else (region.blocks, state.values))
             for state in self.states
-            for name, place in self._places(state, slot).items()
+            for name, region in self._regions(state, slot).items()
         }
         if set(arrays) != set(expected):
             return ANOTHER
@@ -266,13 +266,13 @@ class PlainState:
     def write(self, device: Device, slot: int, arrays: Mapping[str, np.ndarray]) -> None:
         for at, state in enumerate(self.states):
             pages = [page[at] for page in self.pages]
-            for name, place in self._places(state, slot).items():
+            for name, region in self._regions(state, slot).items():
                 values = arrays.get(name)
                 if values is None:
-                    values = np.zeros(place.blocks * state.values, NUMPY[state.dtype])
+                    values = np.zeros(region.blocks * state.values, NUMPY[state.dtype])
                 elif state.by_parameter:
-                    values = laid_out(place, values)
-                device.write(pages[place.page].storage.buffer, values, place.first // BLOCK * state.block_bytes)
+                    values = laid_out(region, values)
+                device.write(pages[region.page].storage.buffer, values, region.first // BLOCK * state.block_bytes)
 
     def fill(self, device: Device, rng: np.random.Generator) -> None:
         for at, state in enumerate(self.states):

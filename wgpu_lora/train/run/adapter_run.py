@@ -74,7 +74,7 @@ class AdapterRun:
 
     slot: int
     args: TrainingArguments
-    subject: Trainable
+    trainable: Trainable
     stream: DataStream
     heldout: TokenizedData | None
     base_digest: str
@@ -140,7 +140,7 @@ class AdapterRun:
             ) from error
         if not os.access(directory, os.W_OK):
             raise UserError(f"The output directory {directory} is not writable: choose another {flag('output')}.")
-        run_checkpoint.sweep_run(directory)
+        run_checkpoint.remove_run_leftovers(directory)
         if self.args.resume:
             self._find_checkpoint()
         else:
@@ -218,7 +218,7 @@ class AdapterRun:
                 )
             if self.resumed_identity.get("teacher_weights") != self.teacher_sha256:
                 raise self._other_teacher()
-            run_checkpoint.restore(self.resumed_from, session, self.slot, self.subject, self.storage)
+            run_checkpoint.restore(self.resumed_from, session, self.slot, self.trainable, self.storage)
             self._restore_completions(self.resumed_from)
         else:
             self.place_initial(session)
@@ -243,7 +243,7 @@ class AdapterRun:
         planned = {"max_steps": state.total_steps, "num_train_epochs": args.num_train_epochs}
         return {"global_step": state.step, "epoch": epoch, **planned}
 
-    def _restore_completions(self, place: Path) -> None:
+    def _restore_completions(self, directory: Path) -> None:
         """Read the completions that the next step trains on, if it is amid a phase. Raises UserError if they are
         damaged."""
         stream = self.stream
@@ -253,14 +253,14 @@ class AdapterRun:
         if not self.state.index % stream.phase_steps:
             return
         try:
-            phase = Phase.read(parse_object(self.storage.read(place / PHASE, None), PHASE, 1 << 30, 1 << 26))
+            phase = Phase.read(parse_object(self.storage.read(directory / PHASE, None), PHASE, 1 << 30, 1 << 26))
             if not phase.epoch == self.state.epoch or not 0 < self.state.index - phase.start < stream.phase_steps:
                 raise ValueError("its completions are of other steps")
             if any(completion.sample >= len(stream.prepared.samples) for completion in phase.completions):
                 raise ValueError("its completions are of other prompts")
         except (UserError, ValueError, OSError) as error:
             raise run_checkpoint.damaged_checkpoint_error(
-                place, f"{PHASE} does not match this run: {str(error).removesuffix('.')}", self.storage
+                directory, f"{PHASE} does not match this run: {str(error).removesuffix('.')}", self.storage
             ) from None
         stream.phase = phase
 
@@ -273,11 +273,11 @@ class AdapterRun:
             precompute(session, stream, self.slot, events, self.name)
 
     def place_initial(self, session: Session) -> None:
-        self.subject.place_initial(session, self.slot)
+        self.trainable.place_initial(session, self.slot)
 
     def _place_first(self, session: Session) -> None:
         """Load what the run started from, even if resumed; the optimizer's state becomes zero."""
-        self.subject.load_initial(session, self.slot, self.resumed_from, self.storage)
+        self.trainable.load_initial(session, self.slot, self.resumed_from, self.storage)
         session.optimizer.state.write(session.device, self.slot, {})
 
     @cached_property
@@ -296,12 +296,12 @@ class AdapterRun:
 
     def before_step(self, session: Session) -> None:
         """Called before the passes of the next step, and before a held-out loss."""
-        state, last = self.state, self.subject.last_steps(self.state.total_steps)
+        state, last = self.state, self.trainable.last_steps(self.state.total_steps)
         ending = last > 0 and state.step >= state.total_steps - last
         if self.args.target_seconds:  # the total is an estimate, whatever it becomes once the last steps have begun
             guessed = not state.calibrated and state.step < state.total_steps
             ending = state.ending = state.ending or (ending and not guessed)
-        self.subject.before_step(session, ending)
+        self.trainable.before_step(session, ending)
 
     def warmup(self, total: int) -> int:
         """Warm-up steps out of `total`."""
@@ -333,7 +333,7 @@ class AdapterRun:
         phase = stream.phase if isinstance(stream, RolloutStream) and state.index % stream.phase_steps else None
         if phase:  # its other steps train on what an earlier adapter sampled
             extra_files[PHASE] = to_json(phase.as_dict()).encode()
-        return run_checkpoint.checkpoint_files(session, self.slot, self.subject, state, facts, extra_files)
+        return run_checkpoint.checkpoint_files(session, self.slot, self.trainable, state, facts, extra_files)
 
     def fall_back(self, session: Session) -> None:
         """Load the newest checkpoint from before the update that ruined the adapter, else the initial adapter.
@@ -343,18 +343,20 @@ class AdapterRun:
         """
         root, storage = self.directory, self.storage
         last = [root / run_checkpoint.LAST] if storage.has(root / run_checkpoint.LAST) else []
-        steps = [place for _, place in run_checkpoint.list_checkpoints(root / run_checkpoint.STEPS, storage=storage)]
-        places = [*last, *run_checkpoint.results_of(root, storage), *steps]
-        states = [
-            (self._with_own_losses(*read_state(place, storage)), place)
-            for place in places
-            if not run_checkpoint.checkpoint_damage(place, storage)
+        steps = [
+            directory for _, directory in run_checkpoint.list_checkpoints(root / run_checkpoint.STEPS, storage=storage)
         ]
-        sound = [(state, place) for state, place in states if state.step < self.state.step]
+        directories = [*last, *run_checkpoint.results_of(root, storage), *steps]
+        states = [
+            (self._with_own_losses(*read_state(directory, storage)), directory)
+            for directory in directories
+            if not run_checkpoint.checkpoint_damage(directory, storage)
+        ]
+        sound = [(state, directory) for state, directory in states if state.step < self.state.step]
         if sound:
-            self.state, place = max(sound, key=lambda pair: pair[0].step)
-            run_checkpoint.restore(place, session, self.slot, self.subject, storage)
-            self._restore_completions(place)
+            self.state, directory = max(sound, key=lambda pair: pair[0].step)
+            run_checkpoint.restore(directory, session, self.slot, self.trainable, storage)
+            self._restore_completions(directory)
         else:
             first = self.state.first_eval_loss
             self.state = RunState(
@@ -365,9 +367,9 @@ class AdapterRun:
                 last_eval_loss=first,
             )
             self._place_first(session)
-        for state, place in states:
-            if state.step > self.state.step and place.name != run_checkpoint.LAST:  # the pipeline replaces that one
-                storage.remove(place)
+        for state, directory in states:
+            if state.step > self.state.step and directory.name != run_checkpoint.LAST:  # the pipeline replaces that one
+                storage.remove(directory)
 
     def measure_heldout(self, session: Session, events: Events) -> dict[str, float]:
         """Measure the held-out `eval_loss` and metrics, {} if not finite; `SlotProgress.save_best` saves the best.
@@ -421,9 +423,9 @@ class AdapterRun:
         companions = session.model.tokenizer_files
         self.storage.write_tokenizer(self.directory / BEST, companions)
         companions = companions if self.storage.write_tokenizer(self.directory, companions) else {}
-        for name, data in self.subject.checkpoint_files(session, self.slot, companions).items():
+        for name, data in self.trainable.checkpoint_files(session, self.slot, companions).items():
             self.storage.write(self.directory / name, data)
-        self.subject.write(session, self.slot, self.directory)
+        self.trainable.write(session, self.slot, self.directory)
         record = self.record(session, stop_reason, stop_signal)
         self.storage.write(self.directory / CARD, card(record, session.model.config.AUTO_CLASS).encode())
         self.storage.finish(self.directory)
@@ -472,7 +474,7 @@ class AdapterRun:
             init_adapter_sha256=training_log.adapter_digest(self.args.init_adapter, self.storage)
             if self.args.init_adapter
             else None,
-            adapter_sha256=self.storage.digest(self.directory / self.subject.files[0]),
+            adapter_sha256=self.storage.digest(self.directory / self.trainable.files[0]),
             trainable_parameters=session.trained.trainable(self.slot, session.model.config),
             memory=memory_of(session),
             environment=training_log.environment(session.device),

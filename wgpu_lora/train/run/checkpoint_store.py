@@ -92,9 +92,9 @@ class PlainFiles(CheckpointStore):
         return None
 
     def write_directory(self, final: Path, files: Mapping[str, bytes]) -> None:
-        with new_directory(final) as place:
+        with new_directory(final) as directory:
             for name, data in files.items():
-                (place / name).write_bytes(data)
+                (directory / name).write_bytes(data)
 
     def remove(self, directory: Path) -> None:
         hidden = directory.with_name(f".{directory.name}.old")

@@ -19,7 +19,7 @@ from wgpu_lora.train.session.session import Session
 FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 BLOCK = 4096  # bytes that files are rounded up to
 GROWTH = 1 << 16  # bytes that the state may grow by, and of the next lines of the log
-BESIDE = 1 << 20  # bytes of the log, the records and the card
+OTHER_FILES = 1 << 20  # bytes of the log, the records and the card
 
 
 def reserve(session: Session, runs: Sequence[AdapterRun]) -> int:
@@ -39,7 +39,7 @@ def reserve(session: Session, runs: Sequence[AdapterRun]) -> int:
         files, copies = run.checkpoint_files(session), 2 if run.heldout else 1  # best/ is a complete state, too
         states.append(copies * (sum(len(data) + BLOCK for data in files.values()) + GROWTH))
         models = 2 if run.args.train == "quant-scales" else 0  # in f16 and f32
-        sizes[disk] += states[-1] + sum(len(files[name]) for name in run.subject.files) + BESIDE
+        sizes[disk] += states[-1] + sum(len(files[name]) for name in run.trainable.files) + OTHER_FILES
         sizes[disk] += copies * (tokenizer + models * session.memory().groups["base"])  # of the last and the best
     whole = sizes[disks[0]]
     for run, disk, size in zip(runs, disks, states, strict=True):

@@ -113,7 +113,7 @@ def recover(state: MultiAdapterState, directories: Mapping[str, Path]) -> None:
         UserError: an adapter's checkpoint is missing, damaged, or of another step.
     """
     for name, step in state.steps.items():
-        run_checkpoint.sweep_run(directories[name])
+        run_checkpoint.remove_run_leftovers(directories[name])
         last, following = directories[name] / LAST, directories[name] / NEXT
         if (
             following.is_dir()

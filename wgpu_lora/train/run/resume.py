@@ -103,9 +103,9 @@ def option_changed_error(name: str, before: Any, now: Any) -> UserError:
 
 
 def planned_options(
-    options: Mapping[str, Any], args: TrainingArguments, place: Path, storage: CheckpointStore = PLAIN_FILES
+    options: Mapping[str, Any], args: TrainingArguments, directory: Path, storage: CheckpointStore = PLAIN_FILES
 ) -> TrainingArguments:
-    """`args` with the planned length and the learning rate of the run from the record of the checkpoint in `place`.
+    """`args` with the planned length and the learning rate of the run from the record of the checkpoint in `directory`.
 
     Raises:
         UserError: the record does not have it, or it is invalid.
@@ -113,7 +113,9 @@ def planned_options(
     try:
         return from_values({name: options[name] for name in (*LENGTH_OPTIONS, "learning_rate")}, STATE, args)
     except (KeyError, UserError):
-        raise run_checkpoint.damaged_checkpoint_error(place, f"the options in {STATE} are invalid", storage) from None
+        raise run_checkpoint.damaged_checkpoint_error(
+            directory, f"the options in {STATE} are invalid", storage
+        ) from None
 
 
 def recorded_rate(args: TrainingArguments, storage: CheckpointStore = PLAIN_FILES) -> float | None:
@@ -215,7 +217,11 @@ def resume_note(
 
 
 def set_length(
-    state: RunState, options: dict[str, Any], stream: DataStream, place: Path, storage: CheckpointStore = PLAIN_FILES
+    state: RunState,
+    options: dict[str, Any],
+    stream: DataStream,
+    directory: Path,
+    storage: CheckpointStore = PLAIN_FILES,
 ) -> None:
     """Set the total steps of a run that is resumed from a checkpoint whose record has these options.
 
@@ -223,7 +229,7 @@ def set_length(
         UserError: the state does not match the data, or as `resumed_total_steps`.
     """
     args = stream.args
-    original = planned_options(options, args, place, storage)
+    original = planned_options(options, args, directory, storage)
     total = state.total_steps if original.target_seconds else stream_of(stream.prepared, original).total_steps()
     older = total + (original.num_train_epochs % 1 > 0)  # earlier versions rounded some parts of epochs up
     if state.total_steps not in (total, older):
@@ -239,7 +245,7 @@ def set_length(
         state.total_steps = total
         state.ending = state.ending and args.target_seconds == original.target_seconds
         return
-    raise run_checkpoint.damaged_checkpoint_error(place, wrong, storage)
+    raise run_checkpoint.damaged_checkpoint_error(directory, wrong, storage)
 
 
 def check_output_free(directory: Path, storage: CheckpointStore = PLAIN_FILES, overwrite: bool | None = None) -> None:

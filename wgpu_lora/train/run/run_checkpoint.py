@@ -17,7 +17,7 @@ from safetensors.numpy import load, save
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.atomic import file_digest
 from wgpu_lora.files.json_files import parse_object, read_json, to_json
-from wgpu_lora.files.locks import sweep
+from wgpu_lora.files.locks import remove_leftovers
 from wgpu_lora.formats.file_digests import TEMPLATE, TOKENIZER
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
 from wgpu_lora.names.spelling import flag
@@ -46,7 +46,7 @@ WRITTEN = re.compile(rf"{_RUN}|README\.md|{TOKENIZER.pattern}|{TEMPLATE.pattern}
 def checkpoint_files(
     session: Session,
     slot: int,
-    subject: Trainable,
+    trainable: Trainable,
     state: RunState,
     facts: dict[str, Any],
     extra_files: Mapping[str, bytes] | None = None,
@@ -55,7 +55,7 @@ def checkpoint_files(
 
     facts: `identity` (see AdapterRun) and `metadata`. extra_files: further files by name.
     """
-    files = subject.checkpoint_files(session, slot, session.model.tokenizer_files) | dict(extra_files or {})
+    files = trainable.checkpoint_files(session, slot, session.model.tokenizer_files) | dict(extra_files or {})
     metadata = {"optim": name_of(session.optimizer.rule)}
     files[OPTIMIZER] = save(session.optimizer.state.read(session.device, slot), metadata)
     files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
@@ -89,19 +89,19 @@ def latest_checkpoint(run: Path, storage: CheckpointStore = PLAIN_FILES) -> Path
     if storage.has(run / LAST):
         return run / LAST
     steps, best = list_checkpoints(run / STEPS, storage=storage), run / BEST
-    step, place = steps[-1] if steps else (-1, None)
+    step, newest = steps[-1] if steps else (-1, None)
     if storage is not PLAIN_FILES or not storage.has(best):
-        return place
+        return newest
     try:
-        return best if read_state(best)[0].step > step else place
+        return best if read_state(best)[0].step > step else newest
     except (UserError, ValueError):
-        return place or best  # whose fault `check` names
+        return newest or best  # whose fault `check` names
 
 
-def sweep_run(run: Path) -> None:
+def remove_run_leftovers(run: Path) -> None:
     """Remove incomplete files of a killed process from a run's directory, which must be locked."""
-    sweep(run, WRITTEN)
-    sweep(run / STEPS, NAME)
+    remove_leftovers(run, WRITTEN)
+    remove_leftovers(run / STEPS, NAME)
     (run / RESERVE).unlink(missing_ok=True)
 
 
@@ -145,10 +145,10 @@ def damaged_checkpoint_error(directory: Path, wrong: str, storage: CheckpointSto
     """The error for a damaged checkpoint, which names the newest intact one of the run."""
     run = run_of(directory)
     text = f"The checkpoint {directory} is damaged: {wrong}"
-    places = [path for _, path in list_checkpoints(run / STEPS, storage=storage)] + results_of(run, storage)
+    paths = [path for _, path in list_checkpoints(run / STEPS, storage=storage)] + results_of(run, storage)
     intact = {
         path: read_state(path, storage)[0].step
-        for path in places
+        for path in paths
         if path != directory and not checkpoint_damage(path, storage)
     }
     single = storage is PLAIN_FILES and directory.name != LAST
@@ -218,7 +218,7 @@ def current_state_name(name: str, modules: Collection[str]) -> str:
 
 
 def restore(
-    directory: Path, session: Session, slot: int, subject: Trainable, storage: CheckpointStore = PLAIN_FILES
+    directory: Path, session: Session, slot: int, trainable: Trainable, storage: CheckpointStore = PLAIN_FILES
 ) -> None:
     """Load what a checkpoint has trained and its optimizer's state onto the device.
 
@@ -242,7 +242,7 @@ def restore(
     if wrong:
         raise damaged_checkpoint_error(directory, f"{OPTIMIZER} does not match this run: {wrong}", storage)
     try:
-        subject.load_checkpoint(directory, session, slot, storage.file_contents(directory))
+        trainable.load_checkpoint(directory, session, slot, storage.file_contents(directory))
     except CheckpointError as error:
         raise damaged_checkpoint_error(directory, str(error), storage) from error
     session.optimizer.state.write(session.device, slot, state)

@@ -21,17 +21,17 @@ from wgpu_lora.train.session.data_stream import DataStream
 FEW = 50  # total steps: with fewer, an adapter hardly changes
 FEWEST = 10  # lines of a log that tell whether a loss rose or a reward fell, and not only which rows a step had
 ENDS = 0.1  # of the lines of a log, whose mean is its first or last value
-Lines = Sequence[Mapping[str, Any]]
+LogRecords = Sequence[Mapping[str, Any]]
 
 
-def first_and_last(lines: Lines, name: str) -> tuple[float, float] | None:
+def first_and_last(lines: LogRecords, name: str) -> tuple[float, float] | None:
     """The means of the first and of the last tenth of a metric's values; None with fewer than two."""
     values = [line[name] for line in lines if name in line]
     size = max(1, int(ENDS * len(values)))
     return (fmean(values[:size]), fmean(values[-size:])) if len(values) > 1 else None
 
 
-def achievements(lines: Lines) -> list[str]:
+def achievements(lines: LogRecords) -> list[str]:
     """Rewards and token accuracy as text."""
     result = []
     if reward := first_and_last(lines, "reward"):
@@ -43,7 +43,7 @@ def achievements(lines: Lines) -> list[str]:
     return result
 
 
-def _first(lines: Lines, name: str) -> Mapping[str, Any]:
+def _first(lines: LogRecords, name: str) -> Mapping[str, Any]:
     return next(line for line in lines if name in line)
 
 
@@ -85,7 +85,7 @@ def _levers(args: TrainingArguments, stream: DataStream) -> str:
 
 
 def end_warnings(
-    state: RunState, lines: Lines, samples: bool, train: TokenizedData, heldout: TokenizedData | None
+    state: RunState, lines: LogRecords, samples: bool, train: TokenizedData, heldout: TokenizedData | None
 ) -> list[str]:
     """Sentences about a run that may not have learned what it should.
 

@@ -42,7 +42,7 @@ class RunState:
     between_seconds: dict[str, Seconds] = field(
         default_factory=dict
     )  # of held-out losses and checkpoints, the last time
-    ending: bool = False  # whether the last steps, if the subject has any, have begun
+    ending: bool = False  # whether the last steps, if the trained weights have any, have begun
     unrounded_eval_loss: float | None = None  # of the model before it was rounded (train/objective_eval.py)
     first_eval_loss: float | None = None  # before the first step
     best_eval_loss: float | None = None

@@ -90,7 +90,7 @@ class RunTracking(Tracking):
 
     def finish(self, record: RunRecord) -> None:
         state, self.over = record.state, True
-        outputs = [place for place in (self.run.directory, self.run.directory / BEST) if place.is_dir()]
+        outputs = [directory for directory in (self.run.directory, self.run.directory / BEST) if directory.is_dir()]
         status = STOPPED if record.outcome == "stopped early" else record.outcome
         self.recording.end(
             status,
@@ -98,7 +98,7 @@ class RunTracking(Tracking):
             seconds=round(state.seconds, 3),
             steps=state.step,
             tokens=state.tokens,
-            outputs=[str(place.resolve()) for place in outputs],
+            outputs=[str(directory.resolve()) for directory in outputs],
             error=STOP_TEXT[record.stop_reason] if status == FAILED else None,
         )
         self._close(status)

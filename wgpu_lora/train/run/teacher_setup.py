@@ -209,8 +209,8 @@ def write_caches(run: AdapterRun, student: LoadedModel, output: Path, events: Ev
         UserError: as `write_cache` and `finished_shards`.
     """
     live, plans = _teacher(run), cache_plans(run, student)
-    places = {name: output / name for name in plans}
-    shards = {name: finished_shards(places[name], plan) for name, plan in plans.items()}
+    directories = {name: output / name for name in plans}
+    shards = {name: finished_shards(directories[name], plan) for name, plan in plans.items()}
     adapter = run.args.teacher_adapter
     with (
         adapters_on_device(live.model, [adapter] if live.adapter and adapter else []) as adapters,
@@ -219,9 +219,9 @@ def write_caches(run: AdapterRun, student: LoadedModel, output: Path, events: Ev
         before, total = 0, sum(len(plan.rows) for plan in plans.values())
         for name, plan in plans.items():
             receivers = _SummedRows(before, total, events)
-            write_cache(places[name], plan, shards[name], live.model, adapters, run.args.compute_dtype, receivers)
+            write_cache(directories[name], plan, shards[name], live.model, adapters, run.args.compute_dtype, receivers)
             before += len(plan.rows)
-    return {name: str(place) for name, place in places.items()}
+    return {name: str(directory) for name, directory in directories.items()}
 
 
 class _SummedRows(EventForwarder):

@@ -37,7 +37,7 @@ from wgpu_lora.weights.base import ConstantWeight, Packed
 
 @dataclass(frozen=True)
 class TrainableAdapter:
-    """An adapter: its configuration, its place in the adapter set, and its initial matrices."""
+    """An adapter: its configuration, its slot of the adapter set, and its initial matrices."""
 
     args: TrainingArguments
     config: AdapterConfig
@@ -169,11 +169,11 @@ class TrainableQuantScales:
             tensors = load_file(directory / file) if contents is None else load(contents[file])
         except (OSError, SafetensorError) as error:
             raise CheckpointError(str(error)) from error
-        places = constants.places(slot)
-        if set(tensors) != set(places):
+        regions = constants.regions(slot)
+        if set(tensors) != set(regions):
             raise CheckpointError(f"{file} does not have the matrices of this run")
         for name, values in tensors.items():
-            if values.dtype != np.float32 or values.shape != places[name].stored_shape:
+            if values.dtype != np.float32 or values.shape != regions[name].stored_shape:
                 raise CheckpointError(f"{name} in {file} is {values.dtype} {list(values.shape)}")
             if not (np.abs(values) <= MAX_PARAMETER).all():
                 raise CheckpointError(f"{name} in {file} has values that are not finite or too large")

@@ -14,7 +14,7 @@ from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.parameters import ParameterSet
 from wgpu_lora.ops.activation_storage import IN_F32, Saving, store
 from wgpu_lora.ops.elementwise import add_forward
-from wgpu_lora.ops.loss.loss import Sweep, SweepGradient, seed, sum_by_slot, sweep
+from wgpu_lora.ops.loss.loss import VocabularyGradient, VocabularyLogprobs, seed, sum_by_slot, vocabulary_logprobs
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.objectives.objective import Group, Objective, Scoring
 
@@ -79,33 +79,33 @@ class Batch:
         rec = Recorder(self.program, training, recompute, compute_dtype)
         trained.record_use(rec)
         hidden = model.decoder.hidden(rec, self.inputs, trained.bind(self.inputs))
-        taught = [scoring.teacher.ids for scoring in self.scoring.values() if scoring.teacher]
+        teacher_ids = [scoring.teacher.ids for scoring in self.scoring.values() if scoring.teacher]
         temperatures = {t for objective in objectives for t in objective.temperatures}
-        swept = sweep(
+        vocabulary = vocabulary_logprobs(
             rec,
             hidden,
             model.decoder.head,
             self.inputs.targets,
             temperatures=sorted(temperatures, key=lambda t: (t != 1, t)),
-            supports=taught,
+            supports=teacher_ids,
             entropy=any(objective.needs_entropy for objective in objectives),
         )
-        gradient = self._score(rec, swept, totals)
+        gradient = self._score(rec, vocabulary, totals)
         if training:
-            seed(swept, gradient)
+            seed(vocabulary, gradient)
             forward = len(self.program.dispatches)
             rec.backward()
             if saving != IN_F32:
                 store(self.program, rec.saved_tensors, forward, saving)
         self.program.prune()
 
-    def _score(self, rec: Recorder, swept: Sweep, totals: Totals) -> SweepGradient:
+    def _score(self, rec: Recorder, vocabulary: VocabularyLogprobs, totals: Totals) -> VocabularyGradient:
         """Record all objectives; returns the derivatives of the sum of their losses."""
         weights: dict[float, Tensor] = {}
         rests: dict[float, list[Tensor]] = {}
         support_gradients: dict[Tensor, Tensor] = {}
         for objective, scoring in self.scoring.items():
-            score = objective.score_sweep(rec, swept, scoring)
+            score = objective.score_vocabulary(rec, vocabulary, scoring)
             sums = {
                 totals.loss: score.losses,
                 **{totals.metrics[name]: score.metrics[name] for name in objective.metrics},
@@ -125,7 +125,7 @@ class Batch:
                 rec.dispatch(add_forward, weights[at], own, weight_sum, size=weight_sum.size)
                 own = weight_sum
             weights[at] = own
-        return SweepGradient(weights, rests, support_gradients)
+        return VocabularyGradient(weights, rests, support_gradients)
 
     def storages(self) -> set[Storage]:
         """All persistent storage that the program reads or writes, or that `upload` fills."""
@@ -135,9 +135,9 @@ class Batch:
     def upload(self, groups: Sequence[Group]) -> None:
         """Upload groups, which must fit into the batch."""
         segments = [segment for group in groups for segment in group.segments]
-        places = np.split(
+        spans = np.split(
             self.inputs.upload(self.device, segments), np.cumsum([len(group.segments) for group in groups])[:-1]
         )
         for objective, scoring in self.scoring.items():
             indices = [i for i, group in enumerate(groups) if self._objectives[group.slot] == objective]
-            scoring.upload(self.device, [groups[i] for i in indices], [places[i] for i in indices])
+            scoring.upload(self.device, [groups[i] for i in indices], [spans[i] for i in indices])

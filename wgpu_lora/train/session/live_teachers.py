@@ -52,7 +52,7 @@ class Teachers:
     """The live teachers of a session. Those with the same weights are one model, which may be the student's base.
 
     Args:
-        taught: by slot.
+        by_slot: the teachers.
         buckets: batch sizes in tokens. positions: length of the longest row.
         tables: the student's.
         shared: whether the student's base is frozen, so that it may be a teacher's, too.
@@ -61,7 +61,7 @@ class Teachers:
     def __init__(
         self,
         student: LoadedModel,
-        taught: Mapping[int, LiveTeacher],
+        by_slot: Mapping[int, LiveTeacher],
         buckets: Sequence[int],
         positions: int,
         tables: Tables,
@@ -69,12 +69,12 @@ class Teachers:
         shared: bool = True,
     ):
         self.models: list[LoadedModel] = []  # other than the student
-        self._taught, self._device = taught, student.device
-        self.groups: list[_Group] = []
+        self._by_slot, self._device = by_slot, student.device
+        self.groups: list[_TeacherBatch] = []
         models, all_tables = dict[Key, LoadedModel](), dict[Key, Tables]()
         if shared:
             models[_key(student)], all_tables[_key(student)] = student, tables
-        for live in taught.values():
+        for live in by_slot.values():
             if live.key not in models:
                 models[live.key] = live.model
                 all_tables[live.key] = Tables.declare(live.model.config.tables(), positions)
@@ -82,9 +82,9 @@ class Teachers:
                 for storage in live.model.decoder.storages():
                     storage.group = "teacher"
         self._tables = [result for result in all_tables.values() if result is not tables]
-        for key, selection in dict.fromkeys((live.key, live.selection) for live in taught.values()):
-            group = {slot: live for slot, live in taught.items() if (live.key, live.selection) == (key, selection)}
-            self.groups.append(_Group(models[key], group, buckets, all_tables[key], selection, compute_dtype))
+        for key, selection in dict.fromkeys((live.key, live.selection) for live in by_slot.values()):
+            group = {slot: live for slot, live in by_slot.items() if (live.key, live.selection) == (key, selection)}
+            self.groups.append(_TeacherBatch(models[key], group, buckets, all_tables[key], selection, compute_dtype))
 
     def programs(self) -> list[Program]:
         return [program for group in self.groups for program in group.teacher.programs()]
@@ -142,7 +142,7 @@ class Teachers:
                 [groups[i].index for i in indices],
             )
             for i, support in zip(indices, supports, strict=True):
-                temperature = self._taught[groups[i].slot].temperature
+                temperature = self._by_slot[groups[i].slot].temperature
                 rows = teacher_rows(
                     support, target_ids(groups[i].segments[0].labels), teacher_group.teacher.vocab_size, temperature
                 )
@@ -150,23 +150,23 @@ class Teachers:
         return result
 
 
-class _Group:
+class _TeacherBatch:
     """Slots whose teachers have the same weights and keep the same tokens, but may have adapters of their own."""
 
     def __init__(
         self,
         model: LoadedModel,
-        taught: Mapping[int, LiveTeacher],
+        by_slot: Mapping[int, LiveTeacher],
         buckets: Sequence[int],
         tables: Tables,
         selection: TopK,
         compute_dtype: str,
     ):
         self.model = model
-        adapters = {live.adapter[2]: live.adapter for live in taught.values() if live.adapter}
+        adapters = {live.adapter[2]: live.adapter for live in by_slot.values() if live.adapter}
         self._matrices = [matrices for _, matrices, _ in adapters.values()]
         numbers = {digest: number for number, digest in enumerate(adapters)}
-        self.slots = {slot: numbers[live.adapter[2]] if live.adapter else None for slot, live in taught.items()}
+        self.slots = {slot: numbers[live.adapter[2]] if live.adapter else None for slot, live in by_slot.items()}
         specs = [spec for spec, _, _ in adapters.values()]
         limit = model.device.max_binding
         self.adapters = AdapterSet.declare(model.config, specs, limit, "teacher") if specs else None

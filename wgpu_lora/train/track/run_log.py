@@ -296,9 +296,9 @@ def git_state(folder: Path | None = None) -> Git | None:
 
     It is read from files, since git runs programs that the folder's .git/config names.
     """
-    place = folder or working_folder()
+    directory = folder or working_folder()
     with suppress(UserError, OSError, StopIteration):
-        git = next(path / ".git" for path in (place, *place.parents) if (path / ".git").exists())
+        git = next(path / ".git" for path in (directory, *directory.parents) if (path / ".git").exists())
         if git.is_file():  # a worktree or a submodule
             git = git.parent / _line(git).removeprefix("gitdir: ")
         head = _line(git / "HEAD")

@@ -35,8 +35,8 @@ def cells(entry: RunEntry) -> tuple[str, ...]:
         f"{date_of(entry).astimezone():%Y-%m-%d %H:%M}",
         entry.kind,
         entry.model or NONE,
-        place(entry.data.path) if entry.data else NONE,
-        place(entry.outputs[0]) if entry.outputs else NONE,
+        short_path(entry.data.path) if entry.data else NONE,
+        short_path(entry.outputs[0]) if entry.outputs else NONE,
         entry.status,
         " -> ".join(texts) or NONE,
         NONE if losses.improvement is None else f"{losses.improvement:+.1f}%",
@@ -47,7 +47,7 @@ def cells(entry: RunEntry) -> tuple[str, ...]:
     )
 
 
-def place(path: str) -> str:
+def short_path(path: str) -> str:
     """A path from the working folder, or the end of one outside of it."""
     result = Path(path)
     if result.is_relative_to(working_folder()):

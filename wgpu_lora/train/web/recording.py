@@ -45,7 +45,7 @@ class Recording:
             self.buffers.append({"name": storage.name, "bytes": max(4, storage.nbytes)})
         return self.numbers[storage]
 
-    def place(self, tensor: Tensor) -> list[int]:
+    def location(self, tensor: Tensor) -> list[int]:
         """Buffer, offset and size in bytes of a tensor."""
         return [self.number(tensor.storage), tensor.byte_offset, tensor.nbytes]
 
@@ -53,9 +53,9 @@ class Recording:
         """The dispatches of each program, in the default tilings of a device with these capabilities."""
         result = {}
         for name, program in self.programs.items():
-            places = program.plan().places
+            locations = program.plan().locations
             result[name] = [
-                self._dispatch(with_default_tiling(step, capabilities), parts, places)
+                self._dispatch(with_default_tiling(step, capabilities), parts, locations)
                 for step, parts in program.bindings()
             ]
         return result
@@ -70,13 +70,13 @@ class Recording:
         }
 
     def _dispatch(
-        self, step: Dispatch, parts: list[tuple[Storage, int, int]], places: dict[Storage, tuple[int, int]]
+        self, step: Dispatch, parts: list[tuple[Storage, int, int]], locations: dict[Storage, tuple[int, int]]
     ) -> list[int]:
         self.storage_buffers = max(self.storage_buffers, len(step.tensors))
         text = tint_text(step.kernel.source(step.present, step.constants, step.tiling))
         result = [self.shaders.setdefault(text, len(self.shaders)), *step.groups]
         for storage, offset, size in parts:
-            buffer, first = places[storage] if storage.temporary else (self.number(storage), 0)
+            buffer, first = locations[storage] if storage.temporary else (self.number(storage), 0)
             result += [buffer, first + offset, size]
         return result
 

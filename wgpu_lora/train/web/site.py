@@ -116,10 +116,10 @@ class WebModel:
         if model.tokenizer is None:
             raise UserError(f"{model.name} has no tokenizer, which the page needs: add a tokenizer.json.")
         self.tokenizer = model.tokenizer
-        _, subject = trainable_for(args, model)
-        assert isinstance(subject, TrainableAdapter)
-        self.subject = subject
-        trained = trainable_parameters(model, [subject])
+        _, trainable = trainable_for(args, model)
+        assert isinstance(trainable, TrainableAdapter)
+        self.trainable = trainable
+        trained = trainable_parameters(model, [trainable])
         tokens = -(-options.rows * options.tokens // 16) * 16
         self.session = Session(model, trained, [tokens], positions=options.tokens, eval_tokens=tokens)
         blocks = -(-options.context // BLOCK)
@@ -152,7 +152,7 @@ class WebModel:
         session.optimizer.initialise(device)
         for tables in (session.tables, self.engine.state.tables):
             tables.upload(device)
-        self.subject.place_initial(session, 0)
+        self.trainable.place_initial(session, 0)
         first = {0: SlotUpdate(1, self.args.rate, self.args)}
         device.write(session.optimizer.clips.storage.buffer, session.optimizer.settings(first)[session.optimizer.clips])
         for program in self.recording.programs.values():
@@ -195,8 +195,8 @@ class WebModel:
             "shaders": list(recording.shaders),
         }
 
-    def _place(self, tensor: Tensor) -> list[int]:
-        return self.recording.place(tensor)
+    def _location(self, tensor: Tensor) -> list[int]:
+        return self.recording.location(tensor)
 
     def _rows(self, inputs: StepInputs) -> dict[str, Any]:
         """The inputs that every step has."""
@@ -207,21 +207,21 @@ class WebModel:
 
         return {
             "size": inputs.tokens,
-            "ids": self._place(inputs.ids),
-            "positions": self._place(inputs.positions),
-            "keys": [{"window": window(item), "place": self._place(tensor)} for item, tensor in inputs.rows.items()],
-            "slot_ranges": self._place(inputs.slot_ranges),
+            "ids": self._location(inputs.ids),
+            "positions": self._location(inputs.positions),
+            "keys": [{"window": window(item), "place": self._location(tensor)} for item, tensor in inputs.rows.items()],
+            "slot_ranges": self._location(inputs.slot_ranges),
         }
 
     def _batch(self, batch: Batch) -> dict[str, Any]:
         [scoring] = batch.scoring.values()
         targets = batch.inputs.targets
         return self._rows(batch.inputs) | {
-            "target_rows": self._place(targets.rows),
-            "targets": self._place(targets.ids),
-            "target_count": self._place(targets.count),
-            "weights": self._place(scoring.weights),
-            "loss_ranges": self._place(scoring.ranges),
+            "target_rows": self._location(targets.rows),
+            "targets": self._location(targets.ids),
+            "target_count": self._location(targets.count),
+            "weights": self._location(scoring.weights),
+            "loss_ranges": self._location(scoring.ranges),
         }
 
     def _training(self) -> dict[str, Any]:
@@ -238,9 +238,9 @@ class WebModel:
             "tokens": self.options.tokens,
             "batch": self._batch(self.batch),
             "heldout": self._batch(session.heldout),
-            "loss": self._place(session.totals.loss),
-            "report": self._place(optimizer.report),
-            "hyper": {"place": self._place(optimizer.hyper), "fields": list(struct_fields(Hyper)), **rule},
+            "loss": self._location(session.totals.loss),
+            "report": self._location(optimizer.report),
+            "hyper": {"place": self._location(optimizer.hyper), "fields": list(struct_fields(Hyper)), **rule},
             "weight_decay": args.weight_decay,
             "schedule": {
                 "kind": args.lr_scheduler_type,
@@ -251,11 +251,11 @@ class WebModel:
             "seed": args.seed,
             "epochs": args.num_train_epochs,
             "pages": len(session.trained.params),
-            "state": [self._place(tensor) for tensor in state],
+            "state": [self._location(tensor) for tensor in state],
         }
 
     def _adapter(self) -> dict[str, Any]:
-        adapters, config, shapes = self.session.adapters, self.subject.config, self.model.config.lora_modules
+        adapters, config, shapes = self.session.adapters, self.trainable.config, self.model.config.lora_modules
         zeros = {
             module: (np.zeros((config.r, size_in), np.float32), np.zeros((out, config.r), np.float32))
             for module, (out, size_in) in shapes.items()
@@ -264,7 +264,7 @@ class WebModel:
         tensors = []
         for module, pair in zeros.items():
             for part, matrix in zip("AB", pair, strict=True):
-                buffer, offset, size = self._place(adapters.of_slot(module, part, 0))
+                buffer, offset, size = self._location(adapters.of_slot(module, part, 0))
                 assert size == matrix.nbytes
                 name = tensor_name(module, part)
                 tensors.append({"name": name, "shape": list(matrix.shape), "buffer": buffer, "offset": offset})
@@ -275,17 +275,20 @@ class WebModel:
         state = self.engine.state
 
         def step(forward: Step) -> dict[str, Any]:
-            places = {"cache_rows": self._place(forward.cache_rows), "picked": self._place(forward.logits_indices)}
-            return self._rows(forward.inputs) | places
+            locations = {
+                "cache_rows": self._location(forward.cache_rows),
+                "picked": self._location(forward.logits_indices),
+            }
+            return self._rows(forward.inputs) | locations
 
         return {
             "context": state.limits.tokens,
             "block": BLOCK,
             "prefill": [step(forward) for forward in self.engine.prefill.values()],
             "decode": step(self.engine.decode[1]),
-            "blocks": self._place(state.blocks),
-            "params": self._place(state.params),
-            "ids": self._place(state.ids),
+            "blocks": self._location(state.blocks),
+            "params": self._location(state.params),
+            "ids": self._location(state.ids),
         }
 
     def _bricks(self) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """The quantised types of GGUF files: the bits of a block, their layout on the device, and the float64 reference.
 
-A row is blocks of 32 or 256 values. A value is `scale * levels[code] + low`, where groups of `group` values share scale
-and low (ggml's `ggml-common.h` and `dequantize_row_*`). Products of a half float, an integer scale and a code are exact
-in f32, so all ways to compute a value round at most once and give ggml's bits.
+A row is blocks of 32 or 256 values. A value is `scale * levels[code] + minimum`, where groups of `group` values share
+scale and minimum (ggml's `ggml-common.h` and `dequantize_row_*`). Products of a half float, an integer scale and a code
+are exact in f32, so all ways to compute a value round at most once and give ggml's bits.
 
 On the device a matrix [out, in] has
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-Scales = tuple[np.ndarray, np.ndarray | None]  # scale and low of each group, float64 [in / group, out]
+Scales = tuple[np.ndarray, np.ndarray | None]  # scale and minimum of each group, float64 [in / group, out]
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class GGUFFormat:
     """A quantised type.
 
     words: the offsets of words of a block that are copied to the scales. half: the offset of a half float, of which two
-        blocks share a word; None if there is none. half_places: the offsets of all half floats of a block.
+        blocks share a word; None if there is none. half_offsets: the offsets of all half floats of a block.
     group: values that share a scale. levels: a code's value, before it is scaled.
-    of_words: the blocks' words [blocks, words, out] and half floats, float64 [blocks, out], -> scales and lows.
+    of_words: the blocks' words [blocks, words, out] and half floats, float64 [blocks, out], -> scales and minima.
     """
 
     name: str
@@ -51,7 +51,7 @@ class GGUFFormat:
     group: int
     levels: tuple[int, ...]
     of_words: Callable[[np.ndarray, np.ndarray], Scales]
-    half_places: tuple[int, ...] = (0,)
+    half_offsets: tuple[int, ...] = (0,)
     words: tuple[int, ...] = ()
     half: int | None = None
 
@@ -94,8 +94,8 @@ class GGUFFormat:
         i, codes, scales = np.arange(self.block), [], []
         for plane in self.planes:
             per = 8 // plane.bits
-            places = plane.offset + i // (plane.stride * per) * plane.stride + i % plane.stride
-            bits = blocks[:, :, places] >> (plane.bits * (i // plane.stride % per)).astype(np.uint8)
+            offsets = plane.offset + i // (plane.stride * per) * plane.stride + i % plane.stride
+            bits = blocks[:, :, offsets] >> (plane.bits * (i // plane.stride % per)).astype(np.uint8)
             parts = (bits & (2**plane.bits - 1)).reshape(len(rows), -1, 32 // plane.bits).astype(np.uint32)
             codes.append((parts << (plane.bits * np.arange(32 // plane.bits, dtype=np.uint32))).sum(2, dtype=np.uint32))
         if self.words:
@@ -113,14 +113,14 @@ class GGUFFormat:
         code, shift = np.zeros((size_in, out), np.uint32), 0
         for plane in self.planes:
             rows, per = size_in * plane.bits // 32, 32 // plane.bits
-            places = (plane.bits * np.arange(per, dtype=np.uint32))[:, None]
-            bits = words[first : first + rows, None] >> places & np.uint32(2**plane.bits - 1)
+            offsets = (plane.bits * np.arange(per, dtype=np.uint32))[:, None]
+            bits = words[first : first + rows, None] >> offsets & np.uint32(2**plane.bits - 1)
             code |= bits.reshape(size_in, out) << np.uint32(shift)
             first, shift = first + rows, shift + plane.bits
-        scale, low = self.of_words(*self._split(scales.reshape(-1, out), size_in // self.block))
+        scale, minimum = self.of_words(*self._split(scales.reshape(-1, out), size_in // self.block))
         values = np.array(self.levels, np.float64)[code].reshape(-1, self.group, out) * scale[:, None]
-        if low is not None:
-            values += low[:, None]
+        if minimum is not None:
+            values += minimum[:, None]
         return values.reshape(size_in, out).T
 
     def _split(self, scales: np.ndarray, blocks: int) -> tuple[np.ndarray, np.ndarray]:
@@ -131,7 +131,7 @@ class GGUFFormat:
     def finite(self, rows: np.ndarray) -> bool:
         """Whether the half floats of a file's rows, uint8 [rows, bytes], are finite."""
         blocks = rows.reshape(-1, self.block_bytes)
-        return all((blocks[:, place + 1] & 0x7C != 0x7C).all() for place in self.half_places)
+        return all((blocks[:, offset + 1] & 0x7C != 0x7C).all() for offset in self.half_offsets)
 
 
 def _halves(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -144,19 +144,19 @@ def _single(words: np.ndarray, halves: np.ndarray) -> Scales:
     return halves, None
 
 
-def _scale_and_low(words: np.ndarray, halves: np.ndarray) -> Scales:
+def _scale_and_minimum(words: np.ndarray, halves: np.ndarray) -> Scales:
     return _halves(words[:, 0])
 
 
 def _six_bits(words: np.ndarray, halves: np.ndarray) -> Scales:
-    """Q4_K and Q5_K: 8 scales and lows of 6 bits, of which the last four use nibbles and the others' top bits."""
+    """Q4_K and Q5_K: 8 scales and minima of 6 bits, of which the last four use nibbles and the others' top bits."""
     d, dmin = (half[:, None] for half in _halves(words[:, 0]))
     first, second, third = (
         words[:, 1 + i, None] >> np.array([0, 8, 16, 24], np.uint32)[:, None] & 0xFF for i in range(3)
     )
     scales = np.concatenate([first & 63, third & 15 | (first >> 6) << 4], axis=1)
-    lows = np.concatenate([second & 63, third >> 4 | (second >> 6) << 4], axis=1)
-    return (d * scales).reshape(-1, words.shape[2]), -(dmin * lows).reshape(-1, words.shape[2])
+    minima = np.concatenate([second & 63, third >> 4 | (second >> 6) << 4], axis=1)
+    return (d * scales).reshape(-1, words.shape[2]), -(dmin * minima).reshape(-1, words.shape[2])
 
 
 def _bytes(words: np.ndarray, halves: np.ndarray) -> Scales:
@@ -183,9 +183,9 @@ FORMATS = {
     item.name: item
     for item in (
         GGUFFormat("q4_0", (Plane(4, 2, 16),), 32, _from(-8, 4), _single, half=0),
-        GGUFFormat("q4_1", (Plane(4, 4, 16),), 32, _from(0, 4), _scale_and_low, (0, 2), (0,)),
+        GGUFFormat("q4_1", (Plane(4, 4, 16),), 32, _from(0, 4), _scale_and_minimum, (0, 2), (0,)),
         GGUFFormat("q5_0", (Plane(4, 6, 16), Plane(1, 2, 1)), 32, _from(-16, 5), _single, half=0),
-        GGUFFormat("q5_1", (Plane(4, 8, 16), Plane(1, 4, 1)), 32, _from(0, 5), _scale_and_low, (0, 2), (0,)),
+        GGUFFormat("q5_1", (Plane(4, 8, 16), Plane(1, 4, 1)), 32, _from(0, 5), _scale_and_minimum, (0, 2), (0,)),
         GGUFFormat("q8_0", (Plane(8, 2, 32),), 32, _SIGNED_BYTES, _single, half=0),
         GGUFFormat("q4_k", (Plane(4, 16, 32),), 32, _from(0, 4), _six_bits, (0, 2), (0, 4, 8, 12)),
         GGUFFormat("q5_k", (Plane(4, 48, 32), Plane(1, 16, 32)), 32, _from(0, 5), _six_bits, (0, 2), (0, 4, 8, 12)),
@@ -204,7 +204,7 @@ def random_blocks(
     """Rows of a random W [out, in], uint8 [out, bytes], with about this standard deviation."""
     blocks = rng.integers(0, 256, (out, size_in // item.block, item.block_bytes), np.uint8)
     of_scale = 1 if item.block == 32 else 74 if item.group == 16 else 37  # deviation of a scale in a block of blocks
-    for place in item.half_places:
+    for offset in item.half_offsets:
         halves = deviation * (0.75 + 0.5 * rng.random((*blocks.shape[:2], 1))) / (np.std(item.levels) * of_scale)
-        blocks[:, :, place : place + 2] = halves.astype(np.float16).view(np.uint8)
+        blocks[:, :, offset : offset + 2] = halves.astype(np.float16).view(np.uint8)
     return blocks.reshape(out, -1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, Flag, In, InOut, Place, Word, kernel, linear_grid
+from wgpu_lora.gpu.kernel import F32, U32, Dim, Flag, In, InOut, Offset, ReadOnly, Word, kernel, linear_grid
 from wgpu_lora.gpu.reference_values import Part
 from wgpu_lora.gpu.tiling import Arrays, Constants
 from wgpu_lora.ops.embedding import local_rows, put_rows
@@ -33,7 +33,15 @@ def _pack_grid(c: Any) -> Any:
 
 @kernel("gguf_pack.wgsl.j2", grid=_pack_grid, specialise=_pack_facts, lib=("linear",))
 def gguf_pack(
-    blocks: Fixed, codes: InOut, scales: InOut, *, rows: Dim, first: Place[Dim], out: Dim, size_in: Dim, b_type: Word
+    blocks: ReadOnly,
+    codes: InOut,
+    scales: InOut,
+    *,
+    rows: Dim,
+    first: Offset[Dim],
+    out: Dim,
+    size_in: Dim,
+    b_type: Word,
 ) -> Any:
     """codes and scales[:, first ..+ rows] = those of the rows whose blocks are in `blocks`, as in a GGUF file."""
     item = FORMATS[b_type]
@@ -114,26 +122,26 @@ def _decoded(c: Constants, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 )
 def gguf_matmul(
     a: In,
-    codes: Fixed,
+    codes: ReadOnly,
     scales: In,
     y: InOut,
-    bias: Fixed = None,
-    count: Fixed = None,
+    bias: ReadOnly = None,
+    count: ReadOnly = None,
     a_scale: In = None,
     h: In = None,
-    factor: Fixed = None,
-    ranges: Fixed = None,
+    factor: ReadOnly = None,
+    ranges: ReadOnly = None,
     *,
     m: Dim,
     n: Dim,
     k: Dim,
     w_skip: Dim = 0,
-    w_first: Place[Dim] = 0,
+    w_first: Offset[Dim] = 0,
     rank: Dim = 0,
     h_skip: Dim = 0,
-    h_first: Place[Dim] = 0,
+    h_first: Offset[Dim] = 0,
     stride: Dim = 0,
-    first_row: Place[Dim] = 0,
+    first_row: Offset[Dim] = 0,
     n1: Dim = 0,
     n2: Dim = 0,
     accumulate: Flag = False,
@@ -159,7 +167,7 @@ def gguf_matmul(
 @kernel(
     FILE,
     grid=tile_grid,
-    variants=tilings(4, *SHAPES, cpu_span=8, beside=68),
+    variants=tilings(4, *SHAPES, cpu_span=8, other_registers=68),
     specialise=_facts,
     layout=product_layout,
     tuning=TUNING,
@@ -168,26 +176,26 @@ def gguf_matmul(
 )
 def gguf_matmul_backward(
     a: In,
-    codes: Fixed,
+    codes: ReadOnly,
     scales: In,
     y: InOut,
     row_scale: In = None,
-    count: Fixed = None,
+    count: ReadOnly = None,
     a_scale: In = None,
     h: In = None,
-    factor: Fixed = None,
-    ranges: Fixed = None,
+    factor: ReadOnly = None,
+    ranges: ReadOnly = None,
     *,
     m: Dim,
     n: Dim,
     k: Dim,
     w_skip: Dim = 0,
-    w_first: Place[Dim] = 0,
+    w_first: Offset[Dim] = 0,
     rank: Dim = 0,
     h_skip: Dim = 0,
-    h_first: Place[Dim] = 0,
+    h_first: Offset[Dim] = 0,
     stride: Dim = 0,
-    first_row: Place[Dim] = 0,
+    first_row: Offset[Dim] = 0,
     k1: Dim = 0,
     k2: Dim = 0,
     accumulate: Flag = False,
@@ -231,7 +239,7 @@ def _used_rows(arrays: Arrays, c: Constants, size: str = "count") -> Part:
     lib=("linear", "ggml"),
 )
 def gguf_rows(
-    ids: Fixed, codes: Fixed, scales: In, y: InOut, *, rows: U32, cols: U32, first: Place[U32], count: U32,
+    ids: ReadOnly, codes: ReadOnly, scales: In, y: InOut, *, rows: U32, cols: U32, first: Offset[U32], count: U32,
     b_type: Word = "q8_0", scale: F32 = 1.0,
 ) -> Any:  # fmt: skip
     """`ops.embedding.embedding_rows` of a table in a type of GGUF files."""
@@ -247,8 +255,8 @@ def gguf_rows(
     lib=("linear", "ggml"),
 )
 def gguf_support_product(
-    weights: In, ids: In, count: Fixed, codes: Fixed, scales: In, y: InOut, *, rows: U32, kept: U32, cols: U32,
-    first: Place[U32], size: U32, b_type: Word = "q8_0",
+    weights: In, ids: In, count: ReadOnly, codes: ReadOnly, scales: In, y: InOut, *, rows: U32, kept: U32, cols: U32,
+    first: Offset[U32], size: U32, b_type: Word = "q8_0",
 ) -> Any:  # fmt: skip
     """`ops.loss.sparse_logits.support_product` of a table in a type of GGUF files."""
     return add_rows(weights, ids, count, FORMATS[b_type].decode(codes, scales, size, cols), y, rows, first)

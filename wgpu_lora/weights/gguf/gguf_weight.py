@@ -160,8 +160,8 @@ class GGUFTable(StoredMatrix):
             step = max_rows or count
             for start in range(0, count, step):
                 rows = min(step, count - start)
-                place = {"w_skip": count - rows, "w_first": start}
-                yield first + start, TablePart(rows, part.tensors, self.format, *kernels, place)
+                constants = {"w_skip": count - rows, "w_first": start}
+                yield first + start, TablePart(rows, part.tensors, self.format, *kernels, constants)
             first += count
 
     def storages(self) -> list[Storage]:

@@ -23,12 +23,12 @@ from wgpu_lora.gpu.kernel import (
     F32,
     U32,
     Dim,
-    Fixed,
     Grid,
     In,
     InOut,
+    Offset,
     Out,
-    Place,
+    ReadOnly,
     by_subgroup,
     kernel,
     linear_grid,
@@ -179,7 +179,7 @@ def _comparable(result: np.ndarray) -> np.ndarray | None:
 
 
 @kernel("fit/group_largest.wgsl", grid=lambda c: linear_grid(c.size), lib=("linear",))
-def group_largest(w: Fixed, scales: Out, *, size: Dim, group: U32, levels: F32 = 1.0) -> Any:
+def group_largest(w: ReadOnly, scales: Out, *, size: Dim, group: U32, levels: F32 = 1.0) -> Any:
     """scales[g] = max |w| / levels over the `group` values of group g, at least 2^-24, for `size` groups."""
     largest = np.abs(w.reshape(-1)[: size * group].reshape(size, group)).max(axis=1)
     return np.maximum(largest / levels, SMALLEST)
@@ -204,10 +204,10 @@ def _group_per_row(c: Any) -> Grid:
 
 @kernel("fit/lut_start.wgsl.j2", grid=_group_per_row, variants=_alone, part=fit_part)
 def lut_start(
-    w: Fixed,
+    w: ReadOnly,
     table: Out,
     scales: In = None,
-    importance: Fixed = None,
+    importance: ReadOnly = None,
     *,
     rows: Dim,
     size_in: Dim,
@@ -230,11 +230,11 @@ def _histogram(x: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """The sums of weights and of weighted values before each edge of the bins; None if a value is on one."""
     half = BINS // 2
     roots = np.sign(x) * np.sqrt(np.abs(x) / max(np.abs(x).max(), 1e-30))
-    places = half + half * roots
-    inner = places[(places > 0.5) & (places < BINS - 0.5) & (x != 0)]
+    positions = half + half * roots
+    inner = positions[(positions > 0.5) & (positions < BINS - 0.5) & (x != 0)]
     if (np.abs(inner - np.rint(inner)) < ON_EDGE).any():
         return None
-    bins = np.minimum(places, BINS - 1).astype(np.int64)
+    bins = np.minimum(positions, BINS - 1).astype(np.int64)
     sums = [np.bincount(bins, values, BINS) for values in (weights, weights * x)]
     mass, moment = (np.concatenate([[0], np.cumsum(item)]) for item in sums)
     return mass, moment
@@ -264,10 +264,10 @@ def _divided(mass: np.ndarray, moment: np.ndarray, count: int) -> np.ndarray:
 
 @kernel("fit/lut_lloyd.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup, part=fit_part)
 def lut_lloyd(
-    w: Fixed,
+    w: ReadOnly,
     table: InOut,
     scales: In = None,
-    importance: Fixed = None,
+    importance: ReadOnly = None,
     *,
     rows: Dim,
     size_in: Dim,
@@ -296,10 +296,10 @@ def lut_lloyd(
 
 @kernel("fit/lut_rescale.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup, part=fit_part)
 def lut_rescale(
-    w: Fixed,
+    w: ReadOnly,
     table: In,
     scales: InOut,
-    importance: Fixed = None,
+    importance: ReadOnly = None,
     *,
     rows: Dim,
     size_in: Dim,
@@ -336,13 +336,13 @@ def _nearest(values: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 @kernel("fit/lowbit_encode.wgsl.j2", grid=lambda c: linear_grid(c.rows * -(-c.size_in // 32)), lib=("linear",))
 def lowbit_encode(
-    w: Fixed,
+    w: ReadOnly,
     codes: InOut,
     table: In = None,
     scales: In = None,
     *,
     rows: Dim,
-    first: Place[Dim],
+    first: Offset[Dim],
     out: Dim,
     size_in: Dim,
     group: U32,

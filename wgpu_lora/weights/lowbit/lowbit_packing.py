@@ -109,8 +109,8 @@ def record_packing(
     elif scales:
         program.dispatch(group_largest, w, scales, size=scales.size, group=group or size_in, levels=127.0)
         program.dispatch(round_half, scales, size=scales.size)
-    place: dict[str, Any] = {"rows": rows, "first": first, "out": out, "size_in": size_in}
-    program.dispatch(lowbit_encode, w, codes, table, scales, group=group, bits=bits, **place)
+    constants: dict[str, Any] = {"rows": rows, "first": first, "out": out, "size_in": size_in}
+    program.dispatch(lowbit_encode, w, codes, table, scales, group=group, bits=bits, **constants)
 
 
 def _pieces(shape: tuple[int, int]) -> Iterator[tuple[int, int]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, In, InOut, Place, Variants, Word, kernel
+from wgpu_lora.gpu.kernel import U32, Dim, Flag, In, InOut, Offset, ReadOnly, Variants, Word, kernel
 from wgpu_lora.gpu.tensor import ITEM_BYTES, Tensor
 from wgpu_lora.gpu.tiling import Arrays, Capabilities, Constants, Tiling
 from wgpu_lora.ops.linear.frozen_product import FrozenProduct
@@ -95,15 +95,17 @@ def _with_tables(tilings: list[Tiling], capabilities: Capabilities, c: Any) -> l
         taller = c.bits != 3 and c.m > 16
         return [replace(tiling, rows=32, cols=4) if taller and tiling.cols == 8 else tiling for tiling in result]
     if c.form != "nt":
-        sums = capabilities.registers - BESIDE_WIDE
+        sums = capabilities.registers - OTHER_REGISTERS_WIDE
         return [tiling for tiling in result if not tiling.wide or tiling.rows * tiling.cols <= sums]
     tables = 8 if c.bits == 2 else table_size(c.bits) // (2 if c.c_type == "f16" else 1)  # 2 bits: scaled ones, too
-    suitable = [tiling for tiling in result if tiling.cols * (tiling.rows + tables) + BESIDE <= capabilities.registers]
+    suitable = [
+        tiling for tiling in result if tiling.cols * (tiling.rows + tables) + OTHER_REGISTERS <= capabilities.registers
+    ]
     return suitable or result[-1:]
 
 
-BESIDE = 52  # registers of a lane besides its sums and tables, by the compilers' table (`make gpu-compilers`)
-BESIDE_WIDE = 68  # backward, with 64-bit loads
+OTHER_REGISTERS = 52  # registers of a lane besides its sums and tables, by the compilers' table (`make gpu-compilers`)
+OTHER_REGISTERS_WIDE = 68  # backward, with 64-bit loads
 SHAPES = ((16, 4), (16, 2), (8, 4))  # (rows, columns per lane) of the tilings
 TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
 
@@ -119,23 +121,23 @@ TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
 )
 def codes_matmul(
     a: In,
-    codes: Fixed,
+    codes: ReadOnly,
     scales: In,
     y: InOut,
-    bias: Fixed = None,
+    bias: ReadOnly = None,
     a_scale: In = None,
     h: In = None,
-    factor: Fixed = None,
-    ranges: Fixed = None,
+    factor: ReadOnly = None,
+    ranges: ReadOnly = None,
     *,
     m: Dim,
     n: Dim,
     k: Dim,
     rank: Dim = 0,
     h_skip: Dim = 0,
-    h_first: Place[Dim] = 0,
+    h_first: Offset[Dim] = 0,
     stride: Dim = 0,
-    first_row: Place[Dim] = 0,
+    first_row: Offset[Dim] = 0,
     n1: Dim = 0,
     n2: Dim = 0,
     bits: U32 = 4,
@@ -171,22 +173,22 @@ def codes_matmul(
 )
 def codes_matmul_backward(
     a: In,
-    codes: Fixed,
+    codes: ReadOnly,
     scales: In,
     y: InOut,
     a_scale: In = None,
     h: In = None,
-    factor: Fixed = None,
-    ranges: Fixed = None,
+    factor: ReadOnly = None,
+    ranges: ReadOnly = None,
     *,
     m: Dim,
     n: Dim,
     k: Dim,
     rank: Dim = 0,
     h_skip: Dim = 0,
-    h_first: Place[Dim] = 0,
+    h_first: Offset[Dim] = 0,
     stride: Dim = 0,
-    first_row: Place[Dim] = 0,
+    first_row: Offset[Dim] = 0,
     k1: Dim = 0,
     k2: Dim = 0,
     bits: U32 = 4,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, Place, cdiv, kernel, linear_grid
+from wgpu_lora.gpu.kernel import U32, Dim, In, InOut, Offset, Out, ReadOnly, cdiv, kernel, linear_grid
 from wgpu_lora.gpu.reference_values import Part, evenly_spaced, is_expensive
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Arrays, Constants
@@ -73,7 +73,7 @@ def _some_rows(arrays: Arrays, c: Constants) -> Part | None:
 )
 def codes_gradient(
     dw: In,
-    codes: Fixed,
+    codes: ReadOnly,
     constants: In = None,
     dconstants: InOut = None,
     partials: Out = None,
@@ -81,7 +81,7 @@ def codes_gradient(
     out: Dim,
     size_in: Dim,
     columns: Dim,
-    first: Place[Dim],
+    first: Offset[Dim],
     bits: U32,
     group: U32,
 ) -> Any:
@@ -113,7 +113,7 @@ def codes_gradient(
 
 @kernel("codes_gradient_sum.wgsl.j2", grid=lambda c: linear_grid(c.columns * c.entries), lib=("linear",))
 def codes_gradient_sum(
-    partials: In, dconstants: InOut, *, columns: Dim, first: Place[Dim], slices: Dim, entries: U32
+    partials: In, dconstants: InOut, *, columns: Dim, first: Offset[Dim], slices: Dim, entries: U32
 ) -> Any:
     """dconstants[first + o, e] += sum over s of partials[s, e, o]."""
     result = dconstants.reshape(-1).copy()
@@ -138,10 +138,10 @@ def record_codes_gradient(
     sums, slices = _sums(bits, group), _slices(shape[1])
     partials = rec.temp((slices, sums, columns), name="partials") if sums else None
     tensors = constants if group and table_size(bits) else None, dconstants if group else None, partials
-    place = {"columns": columns, "first": first}
-    rec.dispatch(codes_gradient, dw, codes, *tensors, out=out, size_in=size_in, bits=bits, group=group, **place)
+    block = {"columns": columns, "first": first}
+    rec.dispatch(codes_gradient, dw, codes, *tensors, out=out, size_in=size_in, bits=bits, group=group, **block)
     if partials:
-        rec.dispatch(codes_gradient_sum, partials, dconstants, slices=slices, entries=sums, **place)
+        rec.dispatch(codes_gradient_sum, partials, dconstants, slices=slices, entries=sums, **block)
 
 
 CONSTANTS = "constants"

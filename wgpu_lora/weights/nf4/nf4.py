@@ -14,7 +14,7 @@ import numpy as np
 from wgpu_lora.errors import UserError
 from wgpu_lora.files.json_files import parse_object
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, Place, Word, kernel, linear_grid
+from wgpu_lora.gpu.kernel import U32, Dim, In, InOut, Offset, Out, ReadOnly, Word, kernel, linear_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Storage, Tensor, align, persistent
 from wgpu_lora.ops.linear.frozen_product import FrozenProduct
@@ -48,7 +48,7 @@ from wgpu_lora.weights.nf4.nf4_reference import (
 
 
 @kernel("nf4_absmax.wgsl.j2", grid=lambda c: linear_grid(-(-c.size // BLOCK)), lib=("linear", "half"))
-def nf4_absmax(w: Fixed, absmax: Out, *, size: U32, b_type: Word = "f32") -> Any:
+def nf4_absmax(w: ReadOnly, absmax: Out, *, size: U32, b_type: Word = "f32") -> Any:
     """absmax[b] = max |w| over block b of 64 flattened values; the last block may be shorter."""
     flat = np.abs(w.reshape(-1)[:size])
     return np.maximum.reduceat(flat, np.arange(0, size, BLOCK))
@@ -56,7 +56,15 @@ def nf4_absmax(w: Fixed, absmax: Out, *, size: U32, b_type: Word = "f32") -> Any
 
 @kernel("nf4_encode.wgsl.j2", grid=lambda c: linear_grid(c.rows * -(-c.size_in // 8)), lib=("linear", "half"))
 def nf4_encode(
-    w: Fixed, absmax: In, codes: InOut, *, rows: Dim, first: Place[Dim], out: Dim, size_in: Dim, b_type: Word = "f32"
+    w: ReadOnly,
+    absmax: In,
+    codes: InOut,
+    *,
+    rows: Dim,
+    first: Offset[Dim],
+    out: Dim,
+    size_in: Dim,
+    b_type: Word = "f32",
 ) -> Any:
     """codes[k8, first + n] = the nearest NF4 codes of w[n, 8 k8 .. 8 k8 + 7], for the `rows` rows of w."""
     scale = 1 / np.maximum(np.repeat(absmax, BLOCK)[: rows * size_in], 1e-38)
@@ -77,7 +85,7 @@ class NF4Weight(Weight):
     constants: absmax_codes u8 [blocks], nested f32 [ceil(blocks / 256) + 1] whose last entry is the offset, and dynamic
         f32 [256]; or only absmax f32 [blocks], for checkpoints without double quantisation.
     stored: the file has it in NF4, so it is loaded without requantising.
-    layer, index: the constants that are decoded with its own, and its place among them.
+    layer, index: the constants that are decoded with its own, and its index among them.
     """
 
     out_features: int
@@ -114,10 +122,10 @@ class NF4Weight(Weight):
         result = list(weights)
         shared = [(i, w) for i, w in enumerate(weights) if isinstance(w, NF4Weight) and len(w.constants) > 1]
         for first in range(0, len(shared), MATRICES):
-            places, own = zip(*shared[first : first + MATRICES], strict=True)
+            numbers, own = zip(*shared[first : first + MATRICES], strict=True)
             layer = LayerScales.together([weight.constants for weight in own], own[0].codes.name)
-            for index, (place, weight) in enumerate(zip(places, own, strict=True)):
-                result[place] = replace(weight, constants=layer.constants[index], layer=layer, index=index)
+            for index, (number, weight) in enumerate(zip(numbers, own, strict=True)):
+                result[number] = replace(weight, constants=layer.constants[index], layer=layer, index=index)
         return result
 
     def storages(self) -> list[Storage]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import Dim, Fixed, Flag, In, InOut, Place, Word, kernel, linear_grid
+from wgpu_lora.gpu.kernel import Dim, Flag, In, InOut, Offset, ReadOnly, Word, kernel, linear_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor, persistent, share_storage, spanning
 from wgpu_lora.gpu.tiling import Arrays, Constants
@@ -80,23 +80,23 @@ TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
 )
 def nf4_matmul(
     a: In,
-    codes: Fixed,
+    codes: ReadOnly,
     scales: In,
     y: InOut,
-    bias: Fixed = None,
+    bias: ReadOnly = None,
     a_scale: In = None,
     h: In = None,
-    factor: Fixed = None,
-    ranges: Fixed = None,
+    factor: ReadOnly = None,
+    ranges: ReadOnly = None,
     *,
     m: Dim,
     n: Dim,
     k: Dim,
     rank: Dim = 0,
     h_skip: Dim = 0,
-    h_first: Place[Dim] = 0,
+    h_first: Offset[Dim] = 0,
     stride: Dim = 0,
-    first_row: Place[Dim] = 0,
+    first_row: Offset[Dim] = 0,
     n1: Dim = 0,
     n2: Dim = 0,
     accumulate: Flag = False,
@@ -121,7 +121,7 @@ def nf4_matmul(
 @kernel(
     FILE,
     grid=tile_grid,
-    variants=tilings(4, *SHAPES, cpu_span=8, beside=68),
+    variants=tilings(4, *SHAPES, cpu_span=8, other_registers=68),
     specialise=_facts,
     layout=product_layout,
     tuning=TUNING,
@@ -130,22 +130,22 @@ def nf4_matmul(
 )
 def nf4_matmul_backward(
     a: In,
-    codes: Fixed,
+    codes: ReadOnly,
     scales: In,
     y: InOut,
     a_scale: In = None,
     h: In = None,
-    factor: Fixed = None,
-    ranges: Fixed = None,
+    factor: ReadOnly = None,
+    ranges: ReadOnly = None,
     *,
     m: Dim,
     n: Dim,
     k: Dim,
     rank: Dim = 0,
     h_skip: Dim = 0,
-    h_first: Place[Dim] = 0,
+    h_first: Offset[Dim] = 0,
     stride: Dim = 0,
-    first_row: Place[Dim] = 0,
+    first_row: Offset[Dim] = 0,
     k1: Dim = 0,
     k2: Dim = 0,
     accumulate: Flag = False,
@@ -186,9 +186,9 @@ def _counts(c: Any) -> list[int]:
 
 @kernel("nf4_scales.wgsl.j2", grid=lambda c: linear_grid(sum(region(n, 1) for n in _counts(c))), lib=("linear",))
 def nf4_scales(
-    absmax_codes: Fixed,
-    nested: Fixed,
-    dynamic: Fixed,
+    absmax_codes: ReadOnly,
+    nested: ReadOnly,
+    dynamic: ReadOnly,
     scales: InOut,
     *,
     blocks: Dim,

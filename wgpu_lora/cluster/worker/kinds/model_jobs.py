@@ -89,7 +89,7 @@ def run_plan(
     return {
         "tasks": {task.name: asdict(planner.alone(task)) for task in result},
         "joined": [asdict(planner.together([by_name[name] for name in names])) for names in joined or []],
-        "taught": planner.taught,
+        "taught": planner.cached_teachers,
     }
 
 
@@ -98,7 +98,7 @@ class _Planner:
     device: Device
     shared: bool = False
     cached: bool = False
-    taught: dict[str, dict[str, Any]] = field(default_factory=dict)  # by task
+    cached_teachers: dict[str, dict[str, Any]] = field(default_factory=dict)  # by task
     _models: dict[tuple[str, str], LoadedModel] = field(default_factory=dict)
     _plans: dict[str, RunRequirements] = field(default_factory=dict)  # by the options that matter
     _caches: dict[str, tuple[str, RunRequirements]] = field(default_factory=dict)  # likewise
@@ -128,7 +128,7 @@ class _Planner:
                 self._caches[key] = digest, needs_of(job, base)
         if key in self._caches:
             digest, needs = self._caches[key]
-            self.taught[task.name] = {"digest": digest, "needs": asdict(replace(needs, base=base))}
+            self.cached_teachers[task.name] = {"digest": digest, "needs": asdict(replace(needs, base=base))}
         return replace(self._plans[key], base=base)
 
     def _together(self, tasks: list[Task]) -> RunRequirements:

@@ -15,7 +15,7 @@ from wgpu_lora.data import split_python_rows
 from wgpu_lora.events import Events
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.names.typed_options import TrainingOptions
-from wgpu_lora.train.adapter_tasks import named_apart
+from wgpu_lora.train.adapter_tasks import uniquely_named
 from wgpu_lora.train.data_parallel.leader import DataParallelLeader
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.options.unused_options import unused_options
@@ -63,7 +63,7 @@ def prepare_finetune(
     return prepare_job(args, rows=rows, sharing=leader), lambda record: STOP_TEXT[record.stop_reason]
 
 
-def run_pipeline(
+def run_multi_adapter(
     port: EventWriter,
     *,
     where: str,
@@ -95,8 +95,8 @@ def prepare_adapters(
     """A pipeline of options as JSON has them, and why its adapters ended, in words. Raises UserError."""
     texts, shared = split_python_rows({name: path_as_text(value, name, where) for name, value in options.items()})
     tasks = [adapter_task(values, f"{where}: adapter {number}", shared) for number, values in enumerate(adapters, 1)]
-    tasks = named_apart(tasks)
-    args, _ = resolve_options(texts, None, where, demo=False, beside=tasks[0].checkpoint)
+    tasks = uniquely_named(tasks)
+    args, _ = resolve_options(texts, None, where, demo=False, checkpoint=tasks[0].checkpoint)
 
     def text(record: PipelineRecord) -> str:
         return "; ".join(f"{adapter.name}: {STOP_TEXT[adapter.stop_reason]}" for adapter in record.adapters)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, kernel, linear_grid
+from wgpu_lora.gpu.kernel import U32, Dim, In, InOut, Out, ReadOnly, kernel, linear_grid
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.recorder import Recorder
 
@@ -57,9 +57,9 @@ def _parts(y: np.ndarray, rows: int, cols: int, key_cols: int, *firsts: int) -> 
 
 @kernel("causal_conv_forward.wgsl.j2", **PER_VALUE)
 def causal_conv_forward(
-    runs: Fixed,
+    runs: ReadOnly,
     x: In,
-    weight: Fixed,
+    weight: ReadOnly,
     state: In = None,
     y: InOut = None,
     *,
@@ -83,9 +83,9 @@ def causal_conv_forward(
 
 @kernel("causal_conv_slope.wgsl.j2", **PER_VALUE)
 def causal_conv_slope(
-    runs: Fixed,
+    runs: ReadOnly,
     x: In,
-    weight: Fixed,
+    weight: ReadOnly,
     dy: In,
     dpre: Out,
     *,
@@ -105,7 +105,9 @@ def causal_conv_slope(
 
 
 @kernel("causal_conv_backward.wgsl.j2", **PER_VALUE)
-def causal_conv_backward(runs: Fixed, dpre: In, weight: Fixed, dx: Out, *, rows: Dim, cols: U32, taps: U32) -> Any:
+def causal_conv_backward(
+    runs: ReadOnly, dpre: In, weight: ReadOnly, dx: Out, *, rows: Dim, cols: U32, taps: U32
+) -> Any:
     """dx[t, c] = sum_j weight[c, taps - 1 - j] dpre[t + j, c] within the row's sequence."""
     dpre, weight, after = dpre.reshape(rows, cols), weight.reshape(cols, taps), runs.reshape(-1, 4)[:, 1]
     dx = np.zeros((rows, cols))
@@ -116,7 +118,7 @@ def causal_conv_backward(runs: Fixed, dpre: In, weight: Fixed, dx: Out, *, rows:
 
 
 @kernel("causal_conv_state.wgsl.j2", **PER_VALUE)
-def causal_conv_state(runs: Fixed, x: In, state: InOut, *, rows: Dim, cols: U32, taps: U32) -> Any:
+def causal_conv_state(runs: ReadOnly, x: In, state: InOut, *, rows: Dim, cols: U32, taps: U32) -> Any:
     """The last taps - 1 inputs of each sequence that has rows in the batch, from those and its state before."""
     old = state.reshape(-1, taps - 1, cols)
     new, runs = old.copy(), runs.reshape(-1, 4)
@@ -147,11 +149,11 @@ def causal_conv(
     parts = rec.temps(*shapes, name="convolved")
     firsts = {f"{name}_first": part.byte_offset // 4 for name, part in zip("qkv", parts, strict=True)}
     shape: Shape = {"rows": rows, "cols": cols, "taps": taps}
-    places: Shape = {**shape, **firsts, "key_cols": math.prod(shapes[0][1:])}
+    constants: Shape = {**shape, **firsts, "key_cols": math.prod(shapes[0][1:])}
     whole = Tensor((parts[0].storage.nbytes // 4,), "f32", parts[0].storage, name="convolved")
 
     def record(y: Tensor) -> None:
-        rec.dispatch(causal_conv_forward, runs, x, weight, state, y, **places)
+        rec.dispatch(causal_conv_forward, runs, x, weight, state, y, **constants)
 
     record(whole)
     if state is not None:
@@ -161,7 +163,7 @@ def causal_conv(
 
     def backward() -> None:
         dpre = rec.temp(x.shape, name="dpre")
-        rec.dispatch(causal_conv_slope, runs, x, weight, rec.gradient(whole), dpre, **places)
+        rec.dispatch(causal_conv_slope, runs, x, weight, rec.gradient(whole), dpre, **constants)
         dx, accumulate = rec.gradient_target(x)
         assert not accumulate, "x has another use"
         rec.dispatch(causal_conv_backward, runs, dpre, weight, dx, **shape)

@@ -15,13 +15,13 @@ import numpy as np
 from wgpu_lora.gpu.kernel import (
     U32,
     Dim,
-    Fixed,
     Flag,
     Grid,
     In,
     InOut,
+    Offset,
     Out,
-    Place,
+    ReadOnly,
     Word,
     by_subgroup,
     cdiv,
@@ -82,7 +82,7 @@ def lower(n: int, strict: bool = False) -> np.ndarray:
 
 @kernel("delta/pairs.wgsl.j2", grid=over_chunks(lambda c: CHUNK), variants=tiles)
 def delta_pairs(
-    runs: Fixed,
+    runs: ReadOnly,
     x: In,
     y: In = None,
     x2: In = None,
@@ -92,7 +92,7 @@ def delta_pairs(
     c: Out = None,
     *,
     rows: Dim,
-    first: Place[Dim],
+    first: Offset[Dim],
     heads: U32,
     key_heads: U32,
     value_heads: U32,
@@ -124,7 +124,7 @@ def delta_pairs(
 
 @kernel("delta/inverse.wgsl.j2", grid=over_chunks(lambda c: CHUNK), variants=tiles)
 def delta_inverse(
-    runs: Fixed, m: In, t: Out, *, rows: Dim, first: Place[Dim], heads: U32, key_heads: U32, value_heads: U32
+    runs: ReadOnly, m: In, t: Out, *, rows: Dim, first: Offset[Dim], heads: U32, key_heads: U32, value_heads: U32
 ) -> Any:
     """t = (I + m)^-1 for the strictly lower triangular m of each chunk, sequence and head, as `delta_pairs` has
     them."""
@@ -138,7 +138,7 @@ def delta_inverse(
 
 @kernel("delta/mix.wgsl.j2", grid=over_chunks(lambda c: c.dim), variants=tiles)
 def delta_mix(
-    runs: Fixed,
+    runs: ReadOnly,
     a: In,
     x: In,
     beta: In = None,
@@ -146,7 +146,7 @@ def delta_mix(
     y: InOut = None,
     *,
     rows: Dim,
-    first: Place[Dim],
+    first: Offset[Dim],
     heads: U32,
     key_heads: U32,
     value_heads: U32,
@@ -177,7 +177,7 @@ def delta_scaled(
     y: InOut = None,
     *,
     rows: Dim,
-    first: Place[Dim],
+    first: Offset[Dim],
     heads: U32,
     value_heads: U32,
     dim: U32,
@@ -197,7 +197,7 @@ def delta_group_sum(
     y: InOut = None,
     *,
     rows: Dim,
-    first: Place[Dim],
+    first: Offset[Dim],
     heads: U32,
     key_heads: U32,
     value_heads: U32,
@@ -224,7 +224,7 @@ def delta_sums(
     rows: Dim,
     q_first: Dim,
     k_first: Dim,
-    first: Place[Dim],
+    first: Offset[Dim],
     heads: U32,
     key_heads: U32,
     value_heads: U32,

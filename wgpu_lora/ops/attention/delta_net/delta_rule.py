@@ -74,7 +74,7 @@ class _Inputs:
         return Tensor((self.q.storage.nbytes // 4,), "f32", self.q.storage, name="q and k")
 
     @property
-    def places(self) -> dict[str, int]:
+    def offsets(self) -> dict[str, int]:
         return {"q_first": self.q.byte_offset // 4, "k_first": self.k.byte_offset // 4}
 
     def blocks(self, limit: int) -> Iterator[_Block]:
@@ -134,7 +134,7 @@ class _Block:
         of, value = self.of, self.of.dims["value_dim"]
         u, w = self.products(rec, self.inverse(rec))
         new = self.temp(rec, value, "new values")
-        constants = {**of.places, **of.dims, "sequences": states.shape[0], "cached": cached}
+        constants = {**of.offsets, **of.dims, "sequences": states.shape[0], "cached": cached}
         self.dispatch(rec, delta_scan, u, w, states, new, of.qk, of.decay, y, **constants)
         self.dispatch(
             rec, delta_mix, self.pairs(rec), new, None, None, y, dim=value, x_of="block", y_of="value", accumulate=True
@@ -150,7 +150,7 @@ class _Block:
         # by V' and by the states
         dnew, dstates = self.temp(rec, value, "dnew"), self.states(rec)
         self._mix(rec, self.pairs(rec), dy, dnew, value, "value", transposed=True)
-        self.dispatch(rec, delta_scan_backward, w, of.qk, of.decay, dy, dnew, dstates, **of.places, **of.dims)
+        self.dispatch(rec, delta_scan_backward, w, of.qk, of.decay, dy, dnew, dstates, **of.offsets, **of.dims)
 
         # by U and W, from there by beta V and beta exp(G) K
         dw, du, dx = self.temp(rec, key, "dw"), self.temp(rec, value, "dbeta v"), self.temp(rec, key, "dbeta k")
@@ -181,7 +181,7 @@ class _Block:
         rec.dispatch(delta_group_sum, dk, dk_behind, gradients.k, **self.shape, dim=key)
         sums = self.temp(rec, 2, "sums")
         vectors = of.qk, of.v, dq, dk, dk_behind, gradients.v, sums
-        rec.dispatch(delta_sums, *vectors, **self.shape, **of.places, **of.dims)
+        rec.dispatch(delta_sums, *vectors, **self.shape, **of.offsets, **of.dims)
         chunks = cdiv(of.rows, CHUNK)
         flow = rec.temp((chunks, heads), name="flow")
         sizes = {"rows": chunks * heads, "heads": heads, "cols": key * value, "last": chunks - 1}

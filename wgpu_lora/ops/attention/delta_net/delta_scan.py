@@ -9,12 +9,12 @@ import numpy as np
 from wgpu_lora.gpu.kernel import (
     U32,
     Dim,
-    Fixed,
     Flag,
     In,
     InOut,
+    Offset,
     Out,
-    Place,
+    ReadOnly,
     Word,
     by_subgroup,
     cdiv,
@@ -34,7 +34,7 @@ def _grid(c: Any) -> Any:
 
 @kernel("delta/scan.wgsl.j2", grid=_grid, variants=tiles)
 def delta_scan(
-    runs: Fixed,
+    runs: ReadOnly,
     u: In,
     w: In,
     states: InOut,
@@ -47,7 +47,7 @@ def delta_scan(
     q_first: Dim = 0,
     k_first: Dim = 0,
     sequences: Dim = 0,
-    first: Place[Dim],
+    first: Offset[Dim],
     heads: U32,
     key_heads: U32,
     value_heads: U32,
@@ -92,7 +92,7 @@ def delta_scan(
 
 @kernel("delta/scan_backward.wgsl.j2", grid=over_chunks(lambda c: c.value_dim, per_chunk=False), variants=tiles)
 def delta_scan_backward(
-    runs: Fixed,
+    runs: ReadOnly,
     w: In,
     qk: In,
     decay: In,
@@ -103,7 +103,7 @@ def delta_scan_backward(
     rows: Dim,
     q_first: Dim,
     k_first: Dim,
-    first: Place[Dim],
+    first: Offset[Dim],
     heads: U32,
     key_heads: U32,
     value_heads: U32,
@@ -132,14 +132,14 @@ def delta_scan_backward(
 
 @kernel("delta/through.wgsl.j2", grid=over_chunks(lambda c: c.key_dim), variants=tiles)
 def delta_through(
-    runs: Fixed,
+    runs: ReadOnly,
     x: In,
     states: In,
     decay: In = None,
     y: InOut = None,
     *,
     rows: Dim,
-    first: Place[Dim],
+    first: Offset[Dim],
     heads: U32,
     key_heads: U32,
     value_heads: U32,
@@ -169,7 +169,7 @@ def delta_through(
 
 
 @kernel("delta/flow.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
-def delta_flow(runs: Fixed, states: In, dstates: In, y: Out, *, rows: U32, heads: U32, cols: U32, last: U32) -> Any:
+def delta_flow(runs: ReadOnly, states: In, dstates: In, y: Out, *, rows: U32, heads: U32, cols: U32, last: U32) -> Any:
     """y[n, h] = the sum over the state behind chunk n < last times its gradient, 0 if no sequence goes on behind it."""
     goes_on = runs.reshape(-1, 4)[CHUNK - 1 : CHUNK * last : CHUNK, 1] > 1
     states, dstates = (x.reshape(-1, heads, cols) for x in (states, dstates))
@@ -181,7 +181,7 @@ def delta_flow(runs: Fixed, states: In, dstates: In, y: Out, *, rows: U32, heads
 
 @kernel("delta/gates.wgsl.j2", grid=lambda c: linear_grid(cdiv(c.rows, CHUNK) * c.heads), lib=("linear", "logistic"))
 def delta_gates(
-    runs: Fixed, a: In, b: In, a_log: Fixed, dt_bias: Fixed, beta: Out, decay: Out, *, rows: Dim, heads: U32
+    runs: ReadOnly, a: In, b: In, a_log: ReadOnly, dt_bias: ReadOnly, beta: Out, decay: Out, *, rows: Dim, heads: U32
 ) -> Any:
     """beta = sigmoid(b); decay = the sum of g = -exp(a_log) softplus(a + dt_bias) over the rows of the same chunk and
     sequence up to this one."""
@@ -198,16 +198,16 @@ def delta_gates(
     lib=("linear", "logistic"),
 )
 def delta_gates_backward(
-    runs: Fixed,
+    runs: ReadOnly,
     a: In,
-    a_log: Fixed,
-    dt_bias: Fixed,
+    a_log: ReadOnly,
+    dt_bias: ReadOnly,
     sums: In,
     flow: In,
     da: InOut,
     *,
     rows: Dim,
-    first: Place[Dim],
+    first: Offset[Dim],
     heads: U32,
     value_heads: U32,
 ) -> Any:
@@ -227,7 +227,7 @@ def delta_gates_backward(
 
 @kernel("delta/beta_gradient.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.heads), lib=("linear", "logistic"))
 def delta_beta_gradient(
-    b: In, sums: In, db: InOut, *, rows: Dim, first: Place[Dim], heads: U32, value_heads: U32
+    b: In, sums: In, db: InOut, *, rows: Dim, first: Offset[Dim], heads: U32, value_heads: U32
 ) -> Any:
     """db = sums[..].y (1 - sigmoid(b)): the gradient by log beta times its derivative."""
     of, result = block(first, heads, value_heads), db.copy()

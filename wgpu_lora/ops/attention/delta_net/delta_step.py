@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, InOut, Out, cdiv, kernel, linear_grid
+from wgpu_lora.gpu.kernel import F32, U32, Dim, In, InOut, Out, ReadOnly, cdiv, kernel, linear_grid
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.ops.attention.delta_net.causal_conv import NOWHERE, causal_conv_forward, causal_conv_state
@@ -33,13 +33,13 @@ def padded(heads: int) -> int:
     lib=("linear", "logistic"),
 )
 def delta_inputs(
-    runs: Fixed,
+    runs: ReadOnly,
     x: In,
-    weight: Fixed,
+    weight: ReadOnly,
     state: InOut,
     a: In,
-    a_log: Fixed,
-    dt_bias: Fixed,
+    a_log: ReadOnly,
+    dt_bias: ReadOnly,
     y: Out,
     *,
     rows: Dim,
@@ -78,12 +78,12 @@ def slices(capabilities: Capabilities, c: Any) -> list[Tiling]:
     "delta/tokens.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.value_heads, 1), lib=("logistic",), variants=slices
 )
 def delta_tokens(
-    runs: Fixed,
+    runs: ReadOnly,
     x: In,
     b: In,
     state: InOut,
     gate: In,
-    weight: Fixed,
+    weight: ReadOnly,
     y: Out,
     *,
     rows: Dim,

@@ -66,16 +66,16 @@ class Finetune(Stage):
     def files(self, download: bool) -> Iterator[Path]:
         args = self.arguments()
         yield from model_files(args.model or "demo", download)
-        places = [Path(place) for place in (args.data, args.eval_data) if place]
-        if all(place.exists() for place in places):
+        paths = [Path(path) for path in (args.data, args.eval_data) if path]
+        if all(path.exists() for path in paths):
             for source in training_data(args.data or "", args.eval_data, split=args.split, eval_split=args.eval_split):
                 if source:
                     yield source.file if isinstance(source, FileSource) else Path(source.path)
         else:  # not there yet, or of the hub
-            yield from places
-        for place in (args.init_adapter, args.reference_adapter, args.teacher_adapter):
-            if place:
-                yield from (Path(place, file) for file in (WEIGHTS, CONFIG))
+            yield from paths
+        for path in (args.init_adapter, args.reference_adapter, args.teacher_adapter):
+            if path:
+                yield from (Path(path, file) for file in (WEIGHTS, CONFIG))
         yield from (Path(cache, CACHE) for cache in (args.teacher_cache, args.eval_teacher_cache) if cache)
         if args.teacher:
             yield from model_files(args.teacher, download)
@@ -97,5 +97,5 @@ class Finetune(Stage):
         from wgpu_lora.train.run.run_checkpoint import trained_files
 
         # Not all files: cards may be edited, and runs extended.
-        places = [output, *(place for place in (output / BEST,) if place.exists())]
-        yield from (place / file for place in places for file in trained_files(place))
+        paths = [output, *(path for path in (output / BEST,) if path.exists())]
+        yield from (path / file for path in paths for file in trained_files(path))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from wgpu_lora.data.curation import Preparation, prepare_files
-from wgpu_lora.data.curation.curate import Progress
+from wgpu_lora.data.curation.curate import CurationProgress
 from wgpu_lora.data.curation.curation_files import find_inputs
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.text import count_noun
@@ -49,7 +49,7 @@ class Prepare(Stage):
         yield from (path for path in result.paths if path is not None)
 
     def run(self, output: Path, watch: Watch, resuming: bool) -> None:
-        def tell(progress: Progress) -> None:
+        def tell(progress: CurationProgress) -> None:
             text = f"preparing {progress.name}: {count_noun(progress.rows, 'row')}"
             watch.reading(text, progress.bytes / 1e6, progress.total / 1e6 or None)
 

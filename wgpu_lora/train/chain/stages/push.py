@@ -38,11 +38,11 @@ class Push(Stage):
             check_repo_name(stage.repo)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-        folders = [Path(place).name.casefold() for place in stage.adapters]
-        for place, folder in zip(stage.adapters, folders, strict=True):
+        folders = [Path(path).name.casefold() for path in stage.adapters]
+        for path, folder in zip(stage.adapters, folders, strict=True):
             if folders.count(folder) > 1:
                 raise UserError(
-                    f"{where}: several of 'adapters' would be the folder '{Path(place).name}': rename all but one."
+                    f"{where}: several of 'adapters' would be the folder '{Path(path).name}': rename all but one."
                 )
         if not (stage.adapters or stage.files_of):
             raise UserError(f"{where} uploads nothing: give 'adapters' or 'files_of'.")
@@ -51,8 +51,8 @@ class Push(Stage):
     def files(self, download: bool) -> Iterator[Path]:
         if self.card:
             yield Path(self.card, CARD)
-        for place in (*map(Path, self.adapters), *map(Path, self.files_of)):
-            yield from (path for path, _ in prepare(place).files.values()) if place.is_dir() else [place]
+        for path in (*map(Path, self.adapters), *map(Path, self.files_of)):
+            yield from (file for file, _ in prepare(path).files.values()) if path.is_dir() else [path]
 
     def run(self, output: Path, watch: Watch, resuming: bool) -> None:
         upload = self._upload()
@@ -75,8 +75,8 @@ class Push(Stage):
         write_bytes_atomic(output / RESULT, (json.dumps(result, indent=1) + "\n").encode())
 
     def _upload(self) -> Upload:
-        folders = {Path(place).name: prepare(Path(place)) for place in self.adapters}
-        roots = [prepare(Path(place)) for place in self.files_of]
+        folders = {Path(path).name: prepare(Path(path)) for path in self.adapters}
+        roots = [prepare(Path(path)) for path in self.files_of]
         return merge_uploads(folders, roots, Path(self.card, CARD) if self.card else None)
 
 
@@ -96,5 +96,5 @@ class Cards(Stage):
 
     def run(self, output: Path, watch: Watch, resuming: bool) -> None:
         adapters = [Path(adapter) for adapter in self.adapters]
-        files = [path for place in self.files_of for path in sorted(Path(place).glob("*.gguf"))]
+        files = [path for directory in self.files_of for path in sorted(Path(directory).glob("*.gguf"))]
         write_bytes_atomic(output / CARD, card_of_repository(self.title, self.model, adapters, files).encode())

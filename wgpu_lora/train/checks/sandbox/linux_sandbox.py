@@ -84,10 +84,10 @@ def _map_user() -> None:
 def _empty_root() -> None:
     """Make an empty read-only file system the root, and detach everything else."""
     _checked("mount", None, b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None)  # do not propagate mounts
-    place = os.fsencode(os.path.dirname(os.__file__))  # any existing directory
+    directory = os.fsencode(os.path.dirname(os.__file__))  # any existing directory
     flags = ctypes.c_ulong(MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    _checked("mount", b"none", place, b"tmpfs", flags, b"size=4k,nr_inodes=2,mode=555")
-    os.chdir(place)
+    _checked("mount", b"none", directory, b"tmpfs", flags, b"size=4k,nr_inodes=2,mode=555")
+    os.chdir(directory)
     try:
         _checked("syscall", ctypes.c_long(PIVOT_ROOT[platform.machine()]), b".", b".")
     except (OSError, KeyError):  # pivot_root fails on the initial RAM disk

@@ -63,8 +63,8 @@ class Confinement:
     @property
     def unenforced(self) -> list[str]:
         """The limits that the system does not enforce, of: files, network, other processes, memory. Time always is."""
-        places = {"files": "mount", "network": "network", "other processes": "PID"}
-        result = [limit for limit, kind in places.items() if self.filter_error and kind not in self.namespaces]
+        namespaces = {"files": "mount", "network": "network", "other processes": "PID"}
+        result = [limit for limit, kind in namespaces.items() if self.filter_error and kind not in self.namespaces]
         return result + ([] if "AS" in self.limits else ["memory"])
 
     def __str__(self) -> str:

@@ -16,7 +16,7 @@ def find(info: DeviceInfo, drm: Path = DRM, fdinfo: Path = FDINFO) -> ReadStatus
     """The card of the device's id; of several, the one that this process has open."""
     if info.vendor_id != VENDOR:
         return None
-    cards = [place / "device" for place in sorted(drm.glob("card*")) if re.fullmatch(r"card\d+", place.name)]
+    cards = [card / "device" for card in sorted(drm.glob("card*")) if re.fullmatch(r"card\d+", card.name)]
     cards = [card for card in cards if _hexadecimal(card / "vendor") == VENDOR]
     matches = [card for card in cards if _hexadecimal(card / "device") == info.device_id]
     if len(matches) > 1:

@@ -42,7 +42,7 @@ class StartingUnit:
 
     def placement(self, field: Field) -> Placement:
         names = tuple(name for task in self.members for name in task.members)
-        return Placement(names, (field.places[self.at].id,), self.score, self.peak_bytes)
+        return Placement(names, (field.candidates[self.at].id,), self.score, self.peak_bytes)
 
 
 class Grouping:
@@ -54,7 +54,7 @@ class Grouping:
     have to wait for a busy device joins a unit of its group that starts now, if it ends as early there.
 
     Args:
-        tasks: what is planned, in order, with the bytes that it needs on each place.
+        tasks: what is planned, in order, with the bytes that it needs on each candidate.
     """
 
     def __init__(self, field: Field, tasks: Sequence[tuple[PendingTask, Numbers]]):
@@ -85,7 +85,7 @@ class Grouping:
 
     def may_grow(self) -> bool:
         """Whether the tasks that are left are so few that they are worth planning, in order to join them."""
-        return self._remaining <= MOST_JOINED * len(self._field.places) and any(
+        return self._remaining <= MOST_JOINED * len(self._field.candidates) and any(
             units and self._queues[group] for group, units in self._growing.items()
         )
 
@@ -199,5 +199,5 @@ def _start(field: Field, task: PendingTask, devices: list[int], need: Numbers, s
     seconds = _seconds(task, field.rate[devices])
     for at in devices:
         field.begin(at, float(need[at]), seconds)
-    names = tuple(field.places[at].id for at in devices)
+    names = tuple(field.candidates[at].id for at in devices)
     return Placement(task.members, names, float(scores[devices].mean()), int(need[devices].max()))

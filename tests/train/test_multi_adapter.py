@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from support import path_of
 from support.cli import Run
 from support.sampling import sample
-from support.training.shared_runs import WEIGHTS, files_of, pipeline_adapters, pipeline_options, result
+from support.training.shared_runs import WEIGHTS, files_of, multi_adapter_options, multi_adapter_tasks, result
 from support.training.training import model_dir
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
@@ -28,13 +28,13 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.train.adapter_tasks import (
-    check_apart,
-    named_apart,
+    check_distinct,
     read_tasks,
     request_of,
     task_of,
     task_of_pair,
     tasks_of_request,
+    uniquely_named,
 )
 from wgpu_lora.train.loop.slot_policy import PATIENCE, POLICIES, make_policy, policy_state
 from wgpu_lora.train.options.training_arguments import TrainingArguments
@@ -49,15 +49,17 @@ def together(
     qwen2: LoadedModel, tmp_path: Path, place: str, callback: Callable[[StepResult], None] = lambda r: None, **how: Any
 ) -> dict[str, Any]:
     output = str(tmp_path / place / "pipeline")
-    pipeline = MultiAdapterPipeline(pipeline_adapters(tmp_path, place), qwen2, output=output, **pipeline_options(**how))
+    pipeline = MultiAdapterPipeline(
+        multi_adapter_tasks(tmp_path, place), qwen2, output=output, **multi_adapter_options(**how)
+    )
     return pipeline.train(callback)
 
 
 def alone(qwen2: LoadedModel, tmp_path: Path) -> None:
     """Each alone, once for all tests of a directory."""
-    for values in pipeline_adapters(tmp_path, "alone"):
+    for values in multi_adapter_tasks(tmp_path, "alone"):
         task = task_of(values, "task")
-        base = TrainingArguments(**pipeline_options(model=qwen2.name))
+        base = TrainingArguments(**multi_adapter_options(model=qwen2.name))
         prepare_job(task.arguments(base), qwen2).train()
 
 
@@ -78,10 +80,10 @@ def trained(qwen2: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """A directory with every adapter trained alone, and its state before the first step."""
     tmp_path = tmp_path_factory.mktemp("pipeline")
     alone(qwen2, tmp_path)
-    for values in pipeline_adapters(tmp_path, "start"):
+    for values in multi_adapter_tasks(tmp_path, "start"):
         values["learning_rate"], values["max_steps"] = 0.0, 1
         prepare_job(
-            task_of(values, "task").arguments(TrainingArguments(**pipeline_options(model=qwen2.name))), qwen2
+            task_of(values, "task").arguments(TrainingArguments(**multi_adapter_options(model=qwen2.name))), qwen2
         ).train()
     return tmp_path
 
@@ -109,10 +111,10 @@ def test_together_is_as_alone(qwen2: LoadedModel, trained: Path, schedule: str) 
 def test_a_poisoned_adapter_stops_alone(qwen2: LoadedModel, trained: Path, schedule: str) -> None:
     """With a learning rate that would take b's weights out of range, b is not updated, and the others finish."""
     place = f"poisoned-{schedule}"
-    tasks = pipeline_adapters(trained, place)
+    tasks = multi_adapter_tasks(trained, place)
     tasks[1]["learning_rate"] = 1e30
     output = trained / place / "pipeline"
-    record = MultiAdapterPipeline(tasks, qwen2, output=str(output), **pipeline_options(schedule=schedule)).train()
+    record = MultiAdapterPipeline(tasks, qwen2, output=str(output), **multi_adapter_options(schedule=schedule)).train()
     assert [a.stop_reason for a in record.adapters] == ["epochs", "diverged", "max steps"]
     assert_same(trained, place, "ac")
     poisoned = trained / place / "b"
@@ -126,8 +128,8 @@ def test_an_adapter_that_is_not_finite_stops_alone(qwen2: LoadedModel, trained: 
     """If b's weights are not finite after step 2, b returns to its state before, since a pipeline keeps one checkpoint,
     and that of step 2 is of no use; if only a's gradient is not, its adapter of step 2 is kept."""
     name, output = {"weights": "b", "gradient": "a"}[harmed], str(trained / harmed / "pipeline")
-    options = pipeline_options(save_steps=1 if harmed == "weights" else 3)
-    pipeline = MultiAdapterPipeline(pipeline_adapters(trained, harmed), qwen2, output=output, **options)
+    options = multi_adapter_options(save_steps=1 if harmed == "weights" else 3)
+    pipeline = MultiAdapterPipeline(multi_adapter_tasks(trained, harmed), qwen2, output=output, **options)
     session = pipeline.job.session
 
     def harm(result: StepResult) -> None:
@@ -186,11 +188,11 @@ def test_a_killed_pipeline_resumes_byte_for_byte(tmp_path: Path, schedule: str, 
 
     def opts(place: str, **changes: Any) -> dict[str, Any]:
         where = str(tmp_path / place / "pipeline")
-        return pipeline_options(model=str(model_dir("qwen2")), schedule=schedule, output=where) | changes
+        return multi_adapter_options(model=str(model_dir("qwen2")), schedule=schedule, output=where) | changes
 
-    assert child(pipeline_adapters(tmp_path, "whole"), opts("whole")) == 0
-    assert child(pipeline_adapters(tmp_path, "killed"), opts("killed"), deadly, where) == -signal.SIGKILL
-    assert child(pipeline_adapters(tmp_path, "killed"), opts("killed", resume=True)) == 0
+    assert child(multi_adapter_tasks(tmp_path, "whole"), opts("whole")) == 0
+    assert child(multi_adapter_tasks(tmp_path, "killed"), opts("killed"), deadly, where) == -signal.SIGKILL
+    assert child(multi_adapter_tasks(tmp_path, "killed"), opts("killed", resume=True)) == 0
     for name in "abc":
         for file in (f"last/{WEIGHTS}", "last/optimizer.safetensors", f"best/{WEIGHTS}"):
             assert (tmp_path / "killed" / name / file).read_bytes() == (tmp_path / "whole" / name / file).read_bytes()
@@ -199,9 +201,9 @@ def test_a_killed_pipeline_resumes_byte_for_byte(tmp_path: Path, schedule: str, 
     assert replace(states[0], request={}) == replace(states[1], request={})  # which has paths of its own
 
 
-def test_resuming_asks_for_the_same(qwen2: LoadedModel, finished_pipeline: Path, tmp_path: Path) -> None:
-    place = Path(shutil.copytree(finished_pipeline, tmp_path / "place"))
-    tasks, before = pipeline_adapters(place, "run"), files_of(place)
+def test_resuming_asks_for_the_same(qwen2: LoadedModel, finished_multi_adapter_run: Path, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(finished_multi_adapter_run, tmp_path / "place"))
+    tasks, before = multi_adapter_tasks(place, "run"), files_of(place)
     output, empty = str(place / "run" / "pipeline"), str(tmp_path / "empty")
     arguments: dict[str, Any] = {"output": output, "max_steps": 4, "save_steps": 1, "resume": True}
     for count, changes, words in (
@@ -212,26 +214,30 @@ def test_resuming_asks_for_the_same(qwen2: LoadedModel, finished_pipeline: Path,
         (3, {"seed": 1}, "seed was 42, not 1"),
     ):
         with pytest.raises(UserError, match=words):
-            MultiAdapterPipeline(tasks[:count], qwen2, **pipeline_options(**arguments | changes))
+            MultiAdapterPipeline(tasks[:count], qwen2, **multi_adapter_options(**arguments | changes))
     assert files_of(place) == before
-    record = MultiAdapterPipeline(tasks, qwen2, **pipeline_options(**arguments)).train()  # it is done: nothing more
+    record = MultiAdapterPipeline(
+        tasks, qwen2, **multi_adapter_options(**arguments)
+    ).train()  # it is done: nothing more
     assert [a.step for a in record.adapters] == [4, 4, 3]
 
 
 def test_priority_needs_heldout_data(qwen2: LoadedModel, trained: Path) -> None:
-    tasks = pipeline_adapters(trained, "blind")
+    tasks = multi_adapter_tasks(trained, "blind")
     del tasks[1]["eval_data"]
-    how = pipeline_options(schedule="priority-val-loss", output=str(trained / "blind" / "pipeline"))
+    how = multi_adapter_options(schedule="priority-val-loss", output=str(trained / "blind" / "pipeline"))
     with pytest.raises(UserError, match="adapter 'b' has none"):
         MultiAdapterPipeline(tasks, qwen2, **how)
 
 
 def test_shared_batches_are_bounded(qwen2: LoadedModel, trained: Path) -> None:
-    tasks = pipeline_adapters(trained, "bounded")
+    tasks = multi_adapter_tasks(trained, "bounded")
     output = str(trained / "bounded" / "pipeline")
 
     def buckets(**how: Any) -> list[int]:
-        return sorted(MultiAdapterPipeline(tasks, qwen2, output=output, **pipeline_options(**how)).job.session.steps)
+        return sorted(
+            MultiAdapterPipeline(tasks, qwen2, output=output, **multi_adapter_options(**how)).job.session.steps
+        )
 
     most = max(buckets(schedule="round-robin"))
     assert max(buckets()) > most
@@ -278,7 +284,7 @@ def test_a_file(tmp_path: Path) -> None:
     assert first.arguments(TrainingArguments(gradient_accumulation_steps=3)).gradient_accumulation_steps == 6
     assert second.name == "b"
     assert second.arguments(TrainingArguments()).max_length == 64
-    check_apart([first, second])
+    check_distinct([first, second])
 
 
 @pytest.mark.parametrize(
@@ -328,9 +334,9 @@ def test_directories_and_names_are_apart() -> None:
         ([task_of_pair("x:one/a"), task_of_pair("x:one/a/last")], "is inside another adapter's directory"),
     ):
         with pytest.raises(UserError, match=words):
-            check_apart(tasks)
-    check_apart([task_of_pair("x:one/a"), task_of_pair("x:one/b")])
-    renamed = named_apart([task_of_pair("x:one/a"), task_of_pair("y:two/a"), task_of_pair("z:b")])
+            check_distinct(tasks)
+    check_distinct([task_of_pair("x:one/a"), task_of_pair("x:one/b")])
+    renamed = uniquely_named([task_of_pair("x:one/a"), task_of_pair("y:two/a"), task_of_pair("z:b")])
     assert [task.name for task in renamed] == ["one/a", "two/a", "b"]
 
 
