@@ -94,17 +94,19 @@ class Command(TyperCommand):
                 continue
             shown = dashes(typed).removeprefix("--")
             shown = shown.removeprefix("no-") if name in option.secondary_opts else shown
-            if (first := used.setdefault(option.name, shown)) != shown:
+            if (first := used.setdefault(option.name, shown)) != shown and not ctx.resilient_parsing:
                 raise UserError(f"--{first} and --{shown} are the same option: leave one out.")
             if option.is_flag:
                 yield from _switch(option, name, equals, words)
                 values[option.name] = name
             elif not (equals or words):
+                if not ctx.resilient_parsing:  # completion asks for the value
+                    raise UserError(f"--{shown} requires an argument.")
                 yield name
             else:
                 value = value if equals else words.pop()
                 before = values.get(option.name, value)
-                if before != value and option.name in ONE:
+                if before != value and option.name in ONE and not ctx.resilient_parsing:
                     both = f"{before} and {value}"
                     raise UserError(f"{flag(option.name)} takes one value, not both {both}: leave one out.")
                 values[option.name] = f"{before},{value}" if before != value and option.name in SEVERAL else value

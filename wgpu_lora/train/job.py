@@ -164,7 +164,8 @@ class Job(Generic[Record]):
         return result and self.run.storage.disk_path(result)
 
     def _begin(self, events: Events) -> None:
-        """What precedes the allocation of the device's memory: the loss of the model that a rounded one replaces."""
+        """What precedes the allocation of the device's memory: the record of an overwritten run of several adapters
+        goes, and the loss of a model that a rounded one replaces is measured."""
         run = self.run
         if self.shared:
             if self.shared.args.overwrite:

@@ -125,13 +125,14 @@ def _job(
 ) -> Job[Any]:
     """The job of prepared runs. tokens: maximum of a shared batch, given the runs. more: fields of Job."""
 
-    def session(runs: Sequence[AdapterRun]) -> Session:
-        return prepare_session(with_base_dtype(model, runs[0].args.base_dtype), runs, batch_tokens=tokens(runs))
+    def session(model: LoadedModel, runs: Sequence[AdapterRun]) -> Session:
+        return prepare_session(model, runs, batch_tokens=tokens(runs))
 
     def replan(changes: Mapping[str, Any]) -> int:
-        return session([replan_run(run, changes) for run in runs]).memory().peak_device_bytes
+        planned = [replan_run(run, changes) for run in runs]
+        return session(with_base_dtype(model, planned[0].args.base_dtype), planned).memory().peak_device_bytes
 
-    return Job(session(runs), runs, replan, **more)
+    return Job(session(model, runs), runs, replan, **more)
 
 
 def prepare_multi_adapter_job(

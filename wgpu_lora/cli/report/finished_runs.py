@@ -62,7 +62,7 @@ class Run:
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
-    """The runs of these directories, named apart; a pipeline's own directory stands for those of its adapters.
+    """The runs of these directories, by unique names; a pipeline's own directory stands for those of its adapters.
 
     Raises:
         UserError: a directory is given twice, holds no finished run, or its files are damaged.

@@ -100,7 +100,6 @@ class Trainer:
 
     def _measure_start(self) -> None:
         """Measure the initial held-out losses, the baseline for people and policies."""
-
         for progress in self.all:
             run, state = progress.run, progress.run.state
             evaluates = run.args.eval_on_start or self.policy.eval_steps
