@@ -88,6 +88,7 @@ def test_choices_are_those_that_are_there() -> None:
         ("finetune --iters 0", "--max-steps must be greater than 0, not 0."),
         ("finetune --lora_rank x", "--lora-r must be a number, not 'x'."),
         ("finetune --rank 1.5", "--lora-r must be a whole number, not '1.5'."),
+        ("web demo --port 99999", "Invalid value for '--port'"),
         ("finetune --warmup_steps -2", "--warmup-steps must be 0 or more, not -2."),
         ("finetune --lr 1 --learning-rate 2", "--lr and --learning-rate are the same option: leave one out."),
         ("finetune --learning-rate 2 --lr 1", "--learning-rate and --lr are the same option: leave one out."),

@@ -121,10 +121,10 @@ class Command(TyperCommand):
         return [re.sub(r"^\{(.+)\}", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
 
     def _wrong_value(self, ctx: Any, error: Exception) -> str | None:
-        """The error for an invalid value of an option; only those of numbers can be. None for other errors."""
+        """The error for a value that is no number of the option's type; None for other errors, such as of its range."""
         option = getattr(getattr(error, "param", None), "name", "")
         value = ctx.meta[TYPED].get(option)
-        if not isinstance(value, str):
+        if not isinstance(value, str) or re.fullmatch(r"\s*[+-]?\d+\s*", value):
             return None
         return f"{flag(option)} must be a {'whole ' if _is_number(value) else ''}number, not {value!a:.80}."
 

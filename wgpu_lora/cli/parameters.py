@@ -200,11 +200,13 @@ def _declared_options(kind: type) -> list[Any]:
     items = fields(kind)
     parameters = [*map(_option_parameter, items)]
     if kind is TrainingArguments:
+        panels = {item.name: PANELS.index(item.metadata["panel"]) for item in items}
+        parameters.sort(key=lambda parameter: panels[parameter.name])
         recipe = typer.Option(help=RECIPE, rich_help_panel=PANELS[0], autocompletion=RECIPES)
         show_all = typer.Option("--help-all", is_eager=True, callback=_show_all, rich_help_panel=OPTIONS)
         parameters = [
             _parameter("recipe", Annotated[str | None, recipe], None),
-            *map(_option_parameter, sorted(items, key=lambda item: PANELS.index(item.metadata["panel"]))),
+            *parameters,
             _parameter("help_all", Annotated[bool, show_all], False),
         ]
 

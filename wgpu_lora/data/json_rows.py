@@ -24,7 +24,7 @@ BOM = b"\xef\xbb\xbf"
 def read_lines(path: Path, formats: RowFormats[Any]) -> Rows:
     """Yield every line that is not blank.
 
-    A line that is too long, not UTF-8, not a JSON object, or repeats a key is a Problem.
+    A line that is too long, not UTF-8, not a JSON object, or repeats a key is a BadRow.
 
     Raises:
         UserError: the file cannot be read, is empty, or is a JSON object over several lines.
@@ -135,7 +135,7 @@ _STRING = re.compile(rb'"|\\.|\\\Z', re.DOTALL)
 def read_array(path: Path, formats: RowFormats[Any] | None = None) -> Rows:
     """Yield the elements of a JSON array, numbered from 1, with their first lines.
 
-    An element that cannot be parsed is a Problem, as for a line of JSONL. `formats` is not used: objects have keys.
+    An element that cannot be parsed is a BadRow, as for a line of JSONL. `formats` is not used: objects have keys.
 
     Raises:
         UserError: the file cannot be read, or an element does not end.

@@ -82,14 +82,14 @@ class RowCounts:
         """Add a row to the digest, and count repeated rows.
 
         Returns:
-            The row's own digest; a Problem if the row is not valid UTF-8.
+            The row's own digest; a BadRow if the row is not valid UTF-8.
         """
         try:
             text = canonical(row)
         except UnicodeEncodeError:
             return BadRow("a text has a lone surrogate; write the character out.", ascii(row)[:1000])
         except (ValueError, RecursionError):
-            text = repr(position).replace("RowPosition", "RowPlace", 1).encode()  # as in earlier digests
+            text = b"RowPlace(unit=%a, number=%a, line=%a)" % position  # what digests of earlier versions have
         self._digest.update(text + b"\n")
         key = row_digest(text)
         if key in self._row_keys:

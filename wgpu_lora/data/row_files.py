@@ -137,7 +137,7 @@ def read_delimited(path: Path, formats: RowFormats[Any]) -> Rows:
     """Yield the rows of a file whose first line has the column names, separated by commas, semicolons or tabs.
 
     A row is what `formats` make of its cells. One that has too many or too few cells, is misquoted, or is not UTF-8 is
-    a Problem. The position of a row is its first line.
+    a BadRow. The position of a row is its first line.
 
     Raises:
         UserError: the file cannot be read or is empty, its header fits no format, or a quotation mark is not closed.

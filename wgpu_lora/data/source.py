@@ -60,7 +60,7 @@ class Source(Protocol):
         """Notes for the user about how the data are read."""
 
     def rows(self, formats: RowFormats[Any]) -> Rows:
-        """Yield the rows in order; a row that cannot be read is a Problem.
+        """Yield the rows in order; a row that cannot be read is a BadRow.
 
         Args:
             formats: those that are accepted.
